@@ -75,8 +75,8 @@ class Use:
         global _num_consumed
         with _DECIDING:
             readers = self._others(leaves)
-            if self._is_contended():
-                self._check_alive(leaves)
+            if self._is_contended() and (error := self._consumed(leaves)) is not None:
+                raise error
             self._leaves = leaves
             if self._consumes:
                 _num_consumed += 1
@@ -139,25 +139,21 @@ class Use:
             )
         if isinstance(error, JzeroError) or not self._is_contended():
             return None
-        dead = list(map(is_deleted, leaves))
-        return self._consumed(dead) if any(dead) else None
+        return self._consumed(leaves)
 
     def _is_contended(self) -> bool:
         """Whether other calls may have consumed anything since this one began."""
         return _num_consumed != self._seen
-
-    def _check_alive(self, leaves: Sequence[Any]) -> None:
-        dead = list(map(is_deleted, leaves))
-        if any(dead):
-            raise self._consumed(dead)
 
     def _refused(self, does: str, found: Sequence[bool], other: Use) -> StateError:
         here = other._thread == self._thread
         whose = "which this call interrupts" if here else "in another thread"
         return self._error(f"a call of {other._who} {whose} {does} {self._named(found)}")
 
-    def _consumed(self, dead: Sequence[bool]) -> StateError:
-        return self._error(f"a step in another thread has meanwhile consumed {self._named(dead)}")
+    def _consumed(self, leaves: Sequence[Any]) -> StateError | None:
+        dead = list(map(is_deleted, leaves))
+        found = f"a step in another thread has meanwhile consumed {self._named(dead)}"
+        return self._error(found) if any(dead) else None
 
     def _error(self, found: str) -> StateError:
         edit = _STEPS if self._consumes else _READS

@@ -302,7 +302,7 @@ def comm_of(who: str, given: Any, evaluates: bool = False) -> Comm:
 def refuse_fields(who: str, group: Any, names: Sequence[str], rule: str) -> None:
     """Refuses fields of a group that are not as by default, where they would have no effect."""
     if given := {name: x for name, x in given_fields(group).items() if name in names}:
-        fields = ", ".join(f"{name}={x!r}" for name, x in given.items())
+        fields = ", ".join(f"{name}={shown(x)}" for name, x in given.items())
         raise OptionError(message(who, f"{type(group).__name__}({fields})", rule, "Drop it."))
 
 

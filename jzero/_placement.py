@@ -69,21 +69,17 @@ class Placement:
             abstract = _call.abstract(named, "state")
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
-            self._check_told()
-            backend = self.programs.options.offload
+            backend, chosen = self.programs.options.offload, self.programs.options.weight_dtype
+            if chosen is not None:
+                raise OptionError(message(
+                    "shard", f"weight_dtype={chosen}, and the step's other arguments are not known",
+                    "Those weights are quantized that matrix products read, and the step says which.",
+                    "Call eval_step.shard(state, *args), with arrays or jax.ShapeDtypeStruct."))  # fmt: skip
             leaves = _make.state_leaves(abstract, setting)
             plans = _leaves.plan_from_shapes(
                 leaves, setting.stage_axes, backend.first_tier, backend.streams
             )
         return plans, _program.shardings_of(plans, setting.mesh)
-
-    def _check_told(self) -> None:
-        chosen = self.programs.options.weight_dtype
-        if chosen is not None:
-            raise OptionError(message(
-                "shard", f"weight_dtype={chosen}, and the step's other arguments are not known",
-                "Those weights are quantized that matrix products read, and the step says which these are.",
-                "Call eval_step.shard(state, *args), with arrays or jax.ShapeDtypeStruct."))  # fmt: skip
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
         """Where each leaf of a state goes; from `leaf_plans` or a program."""
@@ -219,17 +215,16 @@ class Placement:
     def inputs(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]] | None:
         """The program of a call, and state and arguments in their places; None under an outer `jax.jit`."""
         ready = self.repeated(call)
-        if ready is None and (call.is_traced or self._closes_over_traced(call)):
+        # A step that was made under an outer `jax.jit`, or `jax.grad`, may read values of it.
+        if ready is None and (
+            call.is_traced or (_jaxpr.is_tracing() and self.programs.of(call.call).closes_over)
+        ):
             return None
         program, state = ready or self.ready(call)
         arrays = _placing.place(
             call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
         )
         return program, state, arrays
-
-    def _closes_over_traced(self, call: FlatCall) -> bool:
-        """Whether the step was made under an outer `jax.jit`, or `jax.grad`, and reads values of it."""
-        return _jaxpr.is_tracing() and bool(self.programs.of(call.call).closes_over)
 
     def repeated(self, call: FlatCall) -> tuple[Program, list[Any]] | None:
         """The program of a call and its state in place, if the call is like the one before."""
@@ -259,11 +254,8 @@ class Placement:
 
     def _new_needs(self, program: Program) -> list[HostNeed]:
         """What a step needs on the host while it runs, beyond what one before it has needed."""
-        found = []
-        for what, tier, nbytes in program.host_needs():
-            more = nbytes - self._met[what, tier]
-            found += [HostNeed(what, tier, more)] if more > 0 else []
-        return found
+        needs = [(need, need.nbytes - self._met[need[:2]]) for need in program.host_needs()]
+        return [need._replace(nbytes=more) for need, more in needs if more > 0]
 
 
 def _check_values(call: FlatCall) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
@@ -165,38 +164,29 @@ def shard_eval_step(
         raise OptionError(message(
             WHO, "both like and a mesh of its own", "A state is read on the mesh on which it is stored.",
             "Drop mesh and axes, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
-    make = functools.partial(
-        _sharded, like=like, memory=memory, comm=comm, axes=axes, mesh=mesh, in_specs=in_specs,
-        state=state, weight_dtype=weight_dtype, static_argnums=static_argnums,
-        static_argnames=static_argnames,
-    )  # fmt: skip
+
+    def make(fn: Callable[..., Any]) -> ShardedStep[..., Any]:
+        if not callable(fn):
+            raise OptionError(message(
+                WHO, f"eval_step is {a_type(fn)}", "It must be a function.",
+                "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
+        with called_as(WHO):
+            trained: Any = None if like is None else like.memory.params
+            signature = Signature.of(fn, static_argnums, static_argnames, in_specs, state)
+            own: dict[str, Any] = dict(
+                comm=_comm(comm, like),
+                weight_dtype=weight_dtype,
+                offload=reading_backend(WHO, _params(memory), trained),
+                who=WHO,
+            )
+            if like is None:
+                options = Options(axes=_batch_axes(axes), **own)
+                programs = Programs(fn, signature, options, mesh, True)
+            else:
+                programs = like._programs.to_evaluate(fn, signature, own)
+        return ShardedStep(fn, programs)
+
     return make if eval_step is None else make(eval_step)
-
-
-def _sharded(
-    eval_step: Callable[..., Any], *, like: ShardedStep | None, memory: Any, comm: Any, axes: Any, mesh: Any,
-    in_specs: Mapping[str | int, Any] | None, state: str | int | Sequence[str | int] | None,
-    weight_dtype: Any, static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
-) -> ShardedStep[..., Any]:  # fmt: skip
-    if not callable(eval_step):
-        raise OptionError(message(
-            WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
-            "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
-    with called_as(WHO):
-        trained: Any = None if like is None else like.memory.params
-        signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs, state)
-        own: dict[str, Any] = dict(
-            comm=_comm(comm, like),
-            weight_dtype=weight_dtype,
-            offload=reading_backend(WHO, _params(memory), trained),
-            who=WHO,
-        )
-        if like is None:
-            options = Options(axes=_batch_axes(axes), **own)
-            programs = Programs(eval_step, signature, options, mesh, True)
-        else:
-            programs = like._programs.to_evaluate(eval_step, signature, own)
-    return ShardedStep(eval_step, programs)
 
 
 def _comm(given: Any, like: ShardedStep | None) -> Comm:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -16,7 +15,6 @@ from jzero._sharded_step import ShardedStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero._unknown_options import refuses_unknown_options
 from jzero.segments._programs import Programs
-from jzero.sharding.plan._options import Options
 from jzero.tracing import _call
 from jzero.tracing._signature import Signature
 
@@ -151,32 +149,24 @@ def shard_train_step(
       Models", 2020, sections 5 (stages) and 7 (traffic).
     """
     chosen = options_of(WHO, stage, microbatches, memory, comm, axes, donate=donate)
-    make = functools.partial(
-        _sharded, options=chosen, mesh=mesh, static_argnums=static_argnums,
-        static_argnames=static_argnames, in_specs=in_specs, state=state,
-    )  # fmt: skip
+
+    def make(fn: Callable[..., Any]) -> ShardedStep[..., Any]:
+        if not callable(fn):
+            raise OptionError(message(
+                WHO, f"step_fn is {a_type(fn)}", "It must be a function.",
+                "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
+        if isinstance(fn, ShardedStep):
+            raise OptionError(message(
+                WHO, "step_fn is already a ShardedStep", "A step is sharded once.",
+                "Pass its __wrapped__."))  # fmt: skip
+        # jit's functions have both; Equinox's are objects, and are traced like any other.
+        if isinstance(fn, types.FunctionType) and (
+            hasattr(fn, "lower") and not hasattr(fn, "trace")
+        ):
+            raise OptionError(message(
+                WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
+                "Pass the function inside, with pmap's axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
+        signature = Signature.of(fn, static_argnums, static_argnames, in_specs, state)
+        return ShardedStep(fn, Programs(fn, signature, chosen, mesh))
+
     return make if step_fn is None else make(step_fn)
-
-
-def _sharded(
-    step_fn: Callable[..., Any], *, options: Options, mesh: Any, static_argnums: int | Sequence[int],
-    static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
-    state: str | int | Sequence[str | int] | None,
-) -> ShardedStep[..., Any]:  # fmt: skip
-    if not callable(step_fn):
-        raise OptionError(message(
-            WHO, f"step_fn is {a_type(step_fn)}", "It must be a function.",
-            "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
-    if isinstance(step_fn, ShardedStep):
-        raise OptionError(message(
-            WHO, "step_fn is already a ShardedStep", "A step is sharded once.",
-            "Pass its __wrapped__."))  # fmt: skip
-    # jit's functions have both; Equinox's are objects, and are traced like any other.
-    if isinstance(step_fn, types.FunctionType) and (
-        hasattr(step_fn, "lower") and not hasattr(step_fn, "trace")
-    ):
-        raise OptionError(message(
-            WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
-            "Pass the function inside, with pmap's axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
-    signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs, state)
-    return ShardedStep(step_fn, Programs(step_fn, signature, options, mesh))

@@ -115,7 +115,8 @@ class ShardedStep(Generic[StepArgs, Result]):
         try:
             inputs = self._placement.inputs(call)
             if inputs is None:
-                return self._traced(call)
+                program, state, outs = self._run_traced(call)
+                return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
             program, state, arrays = inputs
             leaves = program.plan.leaves
             with use.running:
@@ -136,13 +137,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         state = self._placement.wrap(state, leaves)
         return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
-    def _traced(self, call: FlatCall) -> Any:
-        """A call under an outer `jax.jit`."""
-        program, state, outs = self._run_traced(call)
-        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
-
     def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Evaluates once; nothing is consumed."""
         bound = self._programs.bind(self._given(args), kwargs)
         call = FlatCall.of(bound, self._programs.setting)
         use = Use(self._who, call.call.state, consumes=False)

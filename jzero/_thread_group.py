@@ -81,7 +81,6 @@ class ThreadGroup:
             raise interrupt
 
     def _run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """What a thread does."""
         try:
             call(*arguments)
         except BaseException as error:
@@ -100,17 +99,14 @@ class Flag:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Whether it is."""
         return self._is_set
 
     def set(self) -> None:
-        """Sets it, and wakes who waits."""
         if not self._is_set:
             self._is_set = True
             self._news.put(None)
 
     def clear(self) -> None:
-        """Sets it back."""
         self._is_set = False
 
     def wait(self, seconds: float = float("inf")) -> bool:

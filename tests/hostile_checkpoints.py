@@ -274,7 +274,7 @@ def readers(case: Case, out: pathlib.Path) -> dict[str, Callable[[], Any]]:
             return checkpointer.restore(shapes)
 
     def export() -> Any:
-        _export.export(case.directory, out, select=".", overwrite=True)
+        _export.export_weights(case.directory, out, select=".", overwrite=True)
         return safetensors.numpy.load_file(out)
 
     return {

@@ -105,7 +105,7 @@ def test_flipped_bits_are_found(seed, train_step, tmp_path):
         for name, expected in mixed.items():
             np.testing.assert_array_equal(state[name], expected)
         out = tmp_path / "out.safetensors"
-        _export.export(tmp_path / "steps" / "2", out, select=".", overwrite=True)
+        _export.export_weights(tmp_path / "steps" / "2", out, select=".", overwrite=True)
         tensors = safetensors.numpy.load_file(out)
         for name, expected in mixed.items():
             np.testing.assert_array_equal(tensors[name], expected)

@@ -453,6 +453,8 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "optimizer": {"type": "Muon"}}, ["optax.contrib.muon differs"]),
         ({**SMALL, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
          ["optimizer.params.max_grad_norm", "write gradient_clipping if it is not there."]),
+        ({**SMALL, "optimizer": {"type": "Adam", "params": {"max_grad_norm": {}}}},
+         ["optimizer.params.max_grad_norm is {}"]),
         ({**SMALL, "optimizer": {"type": "Adam", "params": {
             "lrr": 1, "betas": [1, 2], "eps": "x", "weight_decay": -1, "amsgrad": True}}},
          ["5 keys fail", "optimizer.params.lrr is no key (perhaps 'optimizer.params.lr')",

@@ -336,7 +336,7 @@ def test_wrong_arguments(arguments, status, text, saved, capsys):
 
 def test_a_size_that_is_none(saved):
     with pytest.raises(jzero.OptionError, match="max_file_size='5X'. It is a whole number from 1"):
-        _export.export(saved[0], "o.safetensors", max_file_size="5X")
+        _export.export_weights(saved[0], "o.safetensors", max_file_size="5X")
 
 
 def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):

@@ -41,7 +41,9 @@ def export(
     checkpoint: pathlib.Path, out: pathlib.Path, parts: bool, overwrite: bool = True
 ) -> None:
     size = PARTS if parts else "1GB"
-    _export.export(checkpoint, out / "m.safetensors", max_file_size=size, overwrite=overwrite)
+    _export.export_weights(
+        checkpoint, out / "m.safetensors", max_file_size=size, overwrite=overwrite
+    )
 
 
 def value(tensors: dict[str, np.ndarray]) -> float:
@@ -236,7 +238,7 @@ def test_one_at_a_time(checkpoints, tmp_path):
         with pytest.raises(
             jzero.CheckpointError, match="Wait until it is done; remove that folder if"
         ):
-            _import.import_(source, target)
+            _import.import_weights(source, target)
         assert folder.exists()
     assert names(tmp_path) == ["m.safetensors"]
 
@@ -308,7 +310,7 @@ def test_notes_that_do_not_add_up(name, checkpoints, tmp_path):
     assert "The notes of a checkpoint have roles of its leaves. They are damaged" in str(
         caught.value
     )
-    _export.export(tmp_path / "ck", tmp_path / "m.safetensors", select="")
+    _export.export_weights(tmp_path / "ck", tmp_path / "m.safetensors", select="")
     assert found(tmp_path) == NEW
 
 
@@ -335,7 +337,7 @@ def test_two_leaves_of_one_name(tmp_path):
 def test_patterns_that_are_too_much(checkpoints, tmp_path):
     for select in ("a{99999999999999}", "(" * 5000):
         with pytest.raises(jzero.OptionError, match="It is a regular expression of Python"):
-            _export.export(checkpoints[NEW], tmp_path / "m.safetensors", select=select)
+            _export.export_weights(checkpoints[NEW], tmp_path / "m.safetensors", select=select)
 
 
 # Imports.
@@ -361,12 +363,12 @@ def test_import_killed_at_every_moment(source, tmp_path):
             # Orbax's own changes come from other threads, and count.
             seen = after(monkeypatch, num, Killed, once=False)
             try:
-                _import.import_(source, target)
+                _import.import_weights(source, target)
             except Killed:
                 pass
         results.append(target.exists())
         if not target.exists():
-            _import.import_(source, target)
+            _import.import_weights(source, target)
         assert sorted(read(target)) == ["a", "b"]
         shutil.rmtree(target)
         if len(seen) <= num:
@@ -384,10 +386,10 @@ def test_failed_import_leaves_nothing(error, source, tmp_path, monkeypatch):
     write = _stream.write_leaves
     monkeypatch.setattr(_stream, "write_leaves", fail)
     with pytest.raises((KeyboardInterrupt, jzero.CheckpointError)):
-        _import.import_(source, tmp_path / "new" / "folders" / "ck")
+        _import.import_weights(source, tmp_path / "new" / "folders" / "ck")
     assert names(tmp_path) == ["in.safetensors"]
     monkeypatch.undo()
-    _import.import_(source, tmp_path / "new" / "folders" / "ck")
+    _import.import_weights(source, tmp_path / "new" / "folders" / "ck")
     assert names(tmp_path / "new" / "folders") == ["ck"]
     assert sorted(read(tmp_path / "new" / "folders" / "ck")) == ["a", "b"]
 
@@ -404,7 +406,7 @@ def test_source_that_becomes_shorter(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(_import._safetensors, "read_header", read_and_cut)
     with pytest.raises(jzero.CheckpointError, match="it has no bytes .* was replaced meanwhile"):
-        _import.import_(source, tmp_path / "ck")
+        _import.import_weights(source, tmp_path / "ck")
     assert names(tmp_path) == ["in.safetensors"]
 
 
@@ -421,11 +423,11 @@ def test_source_that_is_replaced(source, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_import._safetensors, "read_header", read_and_replace)
-        _import.import_(source, tmp_path / "ck")
+        _import.import_weights(source, tmp_path / "ck")
     np.testing.assert_array_equal(read(tmp_path / "ck")["a"], np.full(5, 1.0))
     (tmp_path / "m.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(jzero.CheckpointError, match="gone.* do it again if it was replaced"):
-        _import.import_(tmp_path / "m.json", tmp_path / "other")
+        _import.import_weights(tmp_path / "m.json", tmp_path / "other")
 
 
 # Real kills.
@@ -438,8 +440,9 @@ CHILD = """
     for i in itertools.count():
         size = "100B" if i // 2 % 2 else "1GB"
         path = (old, new)[i % 2]
-        file = _export.export(path, out / "m.safetensors", max_file_size=size, overwrite=True).files[-1]
-        _import.import_(file, out / f"ck{i}")
+        target = out / "m.safetensors"
+        file = _export.export_weights(path, target, max_file_size=size, overwrite=True).files[-1]
+        _import.import_weights(file, out / f"ck{i}")
         print(i, flush=True)
 """
 
@@ -472,6 +475,6 @@ def test_kill_9(rounds, checkpoints, tmp_path):
             # What is left of a killed import goes with the next one to the same name.
             ck = out / path.name.lstrip(".").split(".")[0]
             shutil.rmtree(ck, ignore_errors=True)
-            _import.import_(out / "m.safetensors.index.json", ck)
+            _import.import_weights(out / "m.safetensors.index.json", ck)
             shutil.rmtree(ck)
         check_names(out, True)

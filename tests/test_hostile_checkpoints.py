@@ -101,7 +101,7 @@ def refused(step: pathlib.Path, train_step, text: str) -> str:
     with within(5), pytest.raises(jzero.CheckpointError, match=text) as caught:
         jzero.restore(step, train_step, VALUES)
     with within(5), pytest.raises(jzero.CheckpointError, match=text):
-        _export.export(step, step.parent / "out.safetensors", select=".", overwrite=True)
+        _export.export_weights(step, step.parent / "out.safetensors", select=".", overwrite=True)
     with within(5), pytest.raises(jzero.CheckpointError, match=text):
         _inspect.verify(_inspect.inspect(step)[1])
     assert str(caught.value).replace("\n", "").isprintable()
@@ -190,7 +190,7 @@ def test_chunks_are_no_larger_than_leaves_and_memory(kind, train_step, tmp_path)
     with pytest.raises(
         jzero.CheckpointError, match="so large that 4398046511104 bytes are read at once"
     ):
-        _export.export(tmp_path / "1", tmp_path / "out.safetensors", select=".")
+        _export.export_weights(tmp_path / "1", tmp_path / "out.safetensors", select=".")
 
 
 def test_what_describes_an_array_is_not_deep(train_step, tmp_path):

@@ -199,7 +199,7 @@ def test_mutated_headers(tmp_path):
             assert ours == theirs, data
         elif i % 30 == 0:  # Nothing is left of what is refused.
             with pytest.raises(jzero.CheckpointError):
-                _import.import_(path, tmp_path / "ck")
+                _import.import_weights(path, tmp_path / "ck")
             assert sorted(found.name for found in tmp_path.iterdir()) == ["in.safetensors", "whole"]
     print(dict(counts), f"{timed.worst:.3f} s at worst")
     assert timed.worst < SECONDS
@@ -220,7 +220,7 @@ def test_mutated_files_are_imported_right(tmp_path):
             assert not (ck / str(i)).exists()
             continue
         num += 1
-        _export.export(ck / str(i), out, select="", overwrite=True)
+        _export.export_weights(ck / str(i), out, select="", overwrite=True)
         assert theirs is not None
         expected = {name.replace("/", "."): tensor for name, tensor in theirs.items()}
         assert as_ours(out) == expected
@@ -315,7 +315,7 @@ def test_hostile_headers(name, tmp_path):
     content, text = HEADERS[name]
     (tmp_path / "in.safetensors").write_bytes(content)
     found = (timed := Timed())(
-        lambda: _import.import_(tmp_path / "in.safetensors", tmp_path / "ck")
+        lambda: _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck")
     )
     assert isinstance(found, jzero.CheckpointError)
     assert text in str(found)
@@ -326,7 +326,7 @@ def test_hostile_headers(name, tmp_path):
 
 def test_empty_arrays_of_any_size(tmp_path):
     (tmp_path / "in.safetensors").write_bytes(with_size(str(2**40)))
-    assert _import.import_(tmp_path / "in.safetensors", tmp_path / "ck") == 1
+    assert _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck") == 1
     (entry,) = _inspect.inspect(tmp_path / "ck")[0].leaves
     assert entry.shape == (0, 2**40)
 
@@ -349,14 +349,14 @@ def test_what_is_no_file(tmp_path):
     for name, reason in reasons.items():
         text = "no model.safetensors or" if name == "directory" else f"cannot be read: {reason}"
         with pytest.raises(jzero.CheckpointError, match=text):
-            _import.import_(tmp_path / name, tmp_path / "ck")
+            _import.import_weights(tmp_path / name, tmp_path / "ck")
         with pytest.raises(jzero.CheckpointError, match=f"it cannot be read: {reason}"):
             _json.read("test", tmp_path / name)
         if "\0" in name or not name.isascii():
             continue
         (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(jzero.CheckpointError, match=f"{name} cannot be read: {reason}"):
-            _import.import_(tmp_path / "index.json", tmp_path / "ck")
+            _import.import_weights(tmp_path / "index.json", tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
 
 
@@ -365,14 +365,14 @@ def test_what_may_not_be_read(tmp_path):
     (tmp_path / "in.safetensors").write_bytes(file_of({"a": tensor([2])}))
     (tmp_path / "in.safetensors").chmod(0)
     with pytest.raises(jzero.CheckpointError, match="cannot be read: Permission denied"):
-        _import.import_(tmp_path / "in.safetensors", tmp_path / "ck")
+        _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck")
 
 
 def test_links_to_files_are_followed(tmp_path):
     """Hugging Face's cache has them."""
     save_file({"a": np.ones(2)}, tmp_path / "blob")
     (tmp_path / "in.safetensors").symlink_to("blob")
-    assert _import.import_(tmp_path / "in.safetensors", tmp_path / "ck") == 1
+    assert _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck") == 1
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_prefixes(prefix, tmp_path):
     with pytest.raises(
         jzero.OptionError, match=r"(?s)^import: prefix=.* has .*Leave it out for params"
     ):
-        _import.import_(tmp_path / "in.safetensors", tmp_path / "ck", prefix=prefix)
+        _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", prefix=prefix)
     assert not (tmp_path / "ck").exists()
 
 
@@ -533,14 +533,16 @@ class Files:
         return [leaf._replace(role=None) for leaf in leaves]
 
     def export(self) -> Any:
-        (path,), _ = _export.export(self.steps, self.out / "out.safetensors", overwrite=True)
+        (path,), _ = _export.export_weights(
+            self.steps, self.out / "out.safetensors", overwrite=True
+        )
         return as_ours(path)
 
     def import_(self) -> Any:
         self.num += 1
-        _import.import_(self.index, self.out / f"ck{self.num}", prefix="")
-        (path,), _ = _export.export(self.out / f"ck{self.num}", self.out / "out.safetensors", select="",
-                                 overwrite=True)  # fmt: skip
+        _import.import_weights(self.index, self.out / f"ck{self.num}", prefix="")
+        checkpoint, out = self.out / f"ck{self.num}", self.out / "out.safetensors"
+        (path,), _ = _export.export_weights(checkpoint, out, select="", overwrite=True)
         return as_ours(path)
 
     def _values(self, state: Any) -> list[Any]:
@@ -668,7 +670,7 @@ def test_a_link_is_no_folder_of_an_import(tmp_path):
     with pytest.raises(
         jzero.CheckpointError, match="another process is writing it, in .*remove that"
     ):
-        _import.import_(tmp_path / "in.safetensors", tmp_path / "ck")
+        _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck")
     assert (tmp_path / "other").is_dir()
 
 

@@ -122,7 +122,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
-    files, left_out = _export.export(checkpoint, out, **options)
+    files, left_out = _export.export_weights(checkpoint, out, **options)
     if left_out and "select" not in options:
         num = f"{len(left_out):,} {'leaf' if len(left_out) == 1 else 'leaves'}"
         yield f"Not exported, as no parameters: {num} ({first_of(left_out)}). --select REGEX exports others."
@@ -131,7 +131,7 @@ def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
 
 
 def _write_checkpoint(source: str, checkpoint: str, **options: Any) -> Shown:
-    num = _import.import_(source, checkpoint, **options)
+    num = _import.import_weights(source, checkpoint, **options)
     yield f"{checkpoint}: {num} leaves"
 
 

@@ -126,9 +126,6 @@ def export_weights(
     return Exported(made, [name for name in stored.leaves if name not in {*chosen}])
 
 
-export = export_weights  # as the command is called
-
-
 def _check(out: str | Path, size: str | None, bucket: Bucket | None) -> tuple[Path, int]:
     target = _publish.checked_path(WHO, out if bucket is None else bucket.prefix)
     default = "5GB" if bucket is None else _publish.FILE_SIZE

@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,13 +107,14 @@ def import_weights(
             _publish.check_new(WHO, bucket)
             directory = stack.enter_context(_publish.staging(WHO, bucket)) / "checkpoint"
         held = _indexed(file) if str(file).endswith(".json") else _in_file(file)
+        above = f"{prefix}/" if prefix else ""
         types = {
-            "/".join(filter(None, [prefix, name])): leaf
+            above + name: leaf
             for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
-        }  # fmt: skip
+        }
         who = f"{WHO} {file}"
         pairs = (
-            [*_as_they_are(held, prefix)] if table is None
+            [Pair.same(x, above + x.replace(".", "/"), held[x].tensor.shape) for x in held] if table is None
             else _laid_out(who, held, table, types, prefix, config)
         )  # fmt: skip
         arrays = [array for pair in pairs for array in pair.as_leaves()]
@@ -133,15 +134,6 @@ def import_weights(
         if bucket is not None:
             _publish.upload(WHO, directory, bucket)
     return len(leaves)
-
-
-import_ = import_weights  # as the command is called
-
-
-def _as_they_are(held: Mapping[str, _Held], prefix: str) -> Iterator[Pair]:
-    for name, (tensor, _) in held.items():
-        leaf = "/".join([*filter(None, [prefix]), *name.split(".")])
-        yield Pair.same(name, leaf, tensor.shape)
 
 
 def _laid_out(
