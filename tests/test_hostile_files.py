@@ -214,7 +214,7 @@ def test_mutated_files_are_imported_right(tmp_path):
         save_file(arrays(rng), path)
         data = mutated_file(rng, path.read_bytes())
         path.write_bytes(data)
-        found = timed(partial(_import.import_, path, ck / str(i), prefix=""))
+        found = timed(partial(_import.import_weights, path, ck / str(i), prefix=""))
         theirs = as_theirs(data)
         if isinstance(found, jzero.CheckpointError):
             assert not (ck / str(i)).exists()
@@ -390,7 +390,7 @@ def test_prefixes(prefix, tmp_path):
 @pytest.mark.parametrize("name", ["a\0b.safetensors", "a\ud800.safetensors"])
 def test_outputs_that_no_file_can_have(name, tmp_path):
     save_file({"a": np.ones(2)}, tmp_path / "in.safetensors")
-    for write in (_import.import_, _export.export):
+    for write in (_import.import_weights, _export.export_weights):
         with pytest.raises(jzero.OptionError, match="No file can be called that"):
             write(tmp_path / "in.safetensors", str(tmp_path / name))
 
