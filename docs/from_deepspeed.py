@@ -34,7 +34,7 @@ def page() -> str:
         section, _, name = key.rpartition(".")
         if text := outcome(row):
             becomes.setdefault(text, []).append(".".join(key.split(".")[-2:]))
-        elif row.refused or row.note:
+        elif row.refused or (row.note and isinstance(row.note, str)):
             others.setdefault(section, ([], []))[not row.refused].append(name)
     rows = [(names(keys), text) for text, keys in becomes.items()]
     sections = [
@@ -54,7 +54,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def outcome(row: Row) -> str:
     """In a cell of a table; nothing for a key that becomes no option."""
-    note = re.sub("^[^:,]+", r"`\g<0>`", row.note.rstrip(".")) if row.options else ""
+    note = re.sub("^[^:,]+", r"`\g<0>`", str(row.note).rstrip(".")) if row.options else ""
     return (row.becomes or note).replace("|", "\\|")
 
 

@@ -127,7 +127,8 @@ def keys_of(config: Mapping[str, Any], section: str = "") -> list[str]:
         descends = (
             isinstance(value, Mapping) and value and (inside == "rows" or key.endswith(".params"))
         )
-        if descends and not getattr(_table.KEYS.get(key), "note", ""):
+        note = getattr(_table.KEYS.get(key), "note", "")
+        if descends and (not note or callable(note)):
             found += keys_of(value, key)
         elif value is not None:
             found.append(key)

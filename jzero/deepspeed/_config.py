@@ -68,25 +68,24 @@ class Row:
 
     Attributes:
       kind: of its value, one of `KINDS`.
-      note: what is said of it; "" where `made` says it, and for sections.
+      note: what is said of it, "" for sections. Where several keys decide, a function of the configuration
+        and the key, which returns that, and the options by name.
+      becomes: what such a function makes of it, for docs/from-deepspeed.md.
       options: what it becomes; `off` is said instead if the value is false.
-      made: where the table cannot say it: returns the note of a key, and its options by name.
-      becomes: what `made` makes of it, for docs/from-deepspeed.md.
       accepts: the values that can be obeyed; None for all of its kind.
       refused: why other values cannot be, and the edit; `refusals` for single values, in lower case.
       tuning: it does not change what is trained, so "auto" needs no value.
       inside: of an object: 'rows' if its keys have rows; 'anything' if jzero reads none of them; 'enabled' if
         besides it is refused unless its key `enabled` is false; 'parts' if each part has such a key.
       default: DeepSpeed's; `required` is why the key cannot be missing where its section is there.
-      missing: whether `made` also speaks of the key where it is missing.
+      missing: whether its function also speaks of the key where it is missing.
     """
 
     kind: str
-    note: str = ""
-    off: str = ""
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    made: Callable[[Config, str], tuple[str, dict[str, Any]]] | None = None
+    note: str | Callable[[Config, str], tuple[str, dict[str, Any]]] = ""
     becomes: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    off: str = ""
     accepts: tuple[Any, ...] | None = None
     refused: str = ""
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -135,7 +134,7 @@ class Config:
 
     def arguments(self, section: str, form: Form) -> dict[str, Any]:
         """The parameters of an optimizer or a scheduler that its function takes."""
-        names = [name for name, row in form.takes.items() if not row.note]
+        names = [name for name, row in form.takes.items() if callable(row.note)]
         values = {name: self.get(f"{section}.params.{name}") for name in names}
         return {name: x for name, x in values.items() if x is not None}
 

@@ -19,11 +19,6 @@ from jzero.deepspeed._config import Form, Row
 from jzero.deepspeed._python import called
 
 
-def _read(kind: str, made: Any, becomes: str, **more: Any) -> Row:
-    """A key that several keys decide."""
-    return Row(kind, made=made, becomes=becomes, **more)
-
-
 def _noted(note: str, **names: str) -> dict[str, Row]:
     """Keys that change nothing here, by the kinds of their values."""
     return {name: Row(kind, note, tuning=True, inside="anything")
@@ -74,20 +69,20 @@ _QUANTISED = "Quantisation changes the model: drop the section, and write it in 
 _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use auto_specs."
 
 _TOP = {
-    "train_batch_size": _read("count", _rules.rows, "`batch_size`, the rows of a call", tuning=True),
+    "train_batch_size": Row("count", _rules.rows, "`batch_size`, the rows of a call", tuning=True),
     "train_micro_batch_size_per_gpu": Row("count", "Follows from the batch, the devices and microbatches: "
         "jzero cuts the batch itself.", becomes="with the batch and the devices, `microbatches`",
         tuning=True),
-    "gradient_accumulation_steps": _read("count", _rules.accumulate, "`microbatches`", tuning=True,
+    "gradient_accumulation_steps": Row("count", _rules.accumulate, "`microbatches`", tuning=True,
         missing=True),
     "managed_gradient_accumulation": _only("bool", (True,), "As in jzero: one call of the step is one "
         "update.", "A call of jzero's step is one update, with all its microbatches: drop the key."),
-    "gradient_clipping": _read("size", _rules.clip, "`optax.clip_by_global_norm`", missing=True),
-    "optimizer": Row("object", made=_rules.no_optimizer, missing=True),
-    "scheduler": Row("object", made=_rules.no_scheduler, missing=True),
+    "gradient_clipping": Row("size", _rules.clip, "`optax.clip_by_global_norm`", missing=True),
+    "optimizer": Row("object", _rules.no_optimizer, missing=True),
+    "scheduler": Row("object", _rules.no_scheduler, missing=True),
     **dict.fromkeys(("zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing", "compile",
         "torch_autocast", "tensor_parallel"), _SECTION),
-    "communication_data_type": _read("dtype", _rules.wire, "`Comm(reduce_dtype=)`"),
+    "communication_data_type": Row("dtype", _rules.wire, "`Comm(reduce_dtype=)`"),
     "seq_parallel_communication_data_type": Row("text", accepts=(), refused="It is of a training whose "
         "sequences are divided over devices: drop it, and constrain activations over a mesh axis of your "
         "own."),
@@ -139,17 +134,17 @@ _TOP = {
 }  # fmt: skip
 
 _ZERO = {
-    "stage": _read("stage", _rules.stage, "`stage`", default=0, missing=True),
+    "stage": Row("stage", _rules.stage, "`stage`", default=0, missing=True),
     **dict.fromkeys(("offload_optimizer", "offload_param"), _SECTION),
-    "cpu_offload": _read("bool", _rules.offload, "`memory=jzero.HostCPU()`"),
-    "cpu_offload_param": _read("bool", _rules.offload, "`Memory(params=jzero.PinnedHost())`"),
+    "cpu_offload": Row("bool", _rules.offload, "`memory=jzero.HostCPU()`"),
+    "cpu_offload_param": Row("bool", _rules.offload, "`Memory(params=jzero.PinnedHost())`"),
     **_unset(_PINNED, bool="cpu_offload_use_pin_memory"),
-    "zero_hpz_partition_size": _read(
+    "zero_hpz_partition_size": Row(
         "int", _rules.groups, "`Axes(params='local')` and `mesh_axes`", default=1),
-    "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`Axes(params='local', "
+    "mics_shard_size": Row("whole", _rules.groups, default=-1, becomes="`Axes(params='local', "
         "optimizer='local')` and `mesh_axes`"),
     **_unset("gathers stay within the axis 'local'.", bool="mics_hierarchical_params_gather"),
-    "stage3_prefetch_bucket_size": _read("int", _rules.prefetch, "`Comm(prefetch_bytes=)`, of 2 bytes with "
+    "stage3_prefetch_bucket_size": Row("int", _rules.prefetch, "`Comm(prefetch_bytes=)`, of 2 bytes with "
         "bf16 and else of 4 each", tuning=True),
     "zero_quantized_weights": Row(
         "bool", "Comm(gather_dtype=jnp.int8): quantized with a scale for each block, of weights that passes "
@@ -195,12 +190,12 @@ _ZERO = {
 
 _DEVICES: dict[str, Any] = dict(
     accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.", default="none")  # fmt: skip
-_PATH = _read("any", _rules.nvme, "`jzero.NVMe(nvme_path)`, with the device `nvme`")
+_PATH = Row("any", _rules.nvme, "`jzero.NVMe(nvme_path)`, with the device `nvme`")
 _BUFFER = "`NVMe(host_bytes=...)`, as many elements of 2 bytes, with the device `nvme`"
 _OFFLOAD_OPTIMIZER = {
-    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`memory=jzero.HostCPU()`; with `nvme`, "
+    "device": Row("text", _rules.offload, **_DEVICES, becomes="`memory=jzero.HostCPU()`; with `nvme`, "
         "`memory=jzero.NVMe(nvme_path)`"),
-    "ratio": _read("share", _rules.offload, "`jzero.HostCPU(ratio=...)`", default=1),
+    "ratio": Row("share", _rules.offload, "`jzero.HostCPU(ratio=...)`", default=1),
     **_unset(_PINNED, bool="pin_memory"),
     "super_offload": _false("Off, as in jzero.", "It is DeepSpeed's own schedule of CPU updates: drop it; "
         "see HostCPU(delayed_update=True)."),
@@ -211,11 +206,11 @@ _OFFLOAD_OPTIMIZER = {
     **_unset("files are filled once, when a state is placed.", bool="fast_init"),
 }  # fmt: skip
 _OFFLOAD_PARAM = {
-    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`Memory(params=jzero.PinnedHost())`; "
+    "device": Row("text", _rules.offload, **_DEVICES, becomes="`Memory(params=jzero.PinnedHost())`; "
         "with `nvme`, `Memory(params=jzero.NVMe(nvme_path))`"),
     **_unset(_PINNED, bool="pin_memory"),
-    "buffer_count": _read("int", _rules.nvme, _BUFFER, default=5),
-    "buffer_size": _read("int", _rules.nvme, _BUFFER, default=10**8),
+    "buffer_count": Row("int", _rules.nvme, _BUFFER, default=5),
+    "buffer_size": Row("int", _rules.nvme, _BUFFER, default=10**8),
     **_unset("NVMe(host_bytes=...) bounds what is in transfer; nothing stays.", int="max_in_cpu"),
     "nvme_path": _PATH,
 }  # fmt: skip
@@ -223,27 +218,27 @@ _OFFLOAD_PARAM = {
 _LOW = "Masters are float32 in jzero: drop it, or write jzero.stochastic_rounding(tx), which needs none."
 _SCALING = "bfloat16 has the range of float32, and needs no loss scale."
 _FP16 = {
-    "enabled": _read("bool", _rules.half, "as `bf16.enabled`: bfloat16 needs no loss scale", tuning=True),
+    "enabled": Row("bool", _rules.half, "as `bf16.enabled`: bfloat16 needs no loss scale", tuning=True),
     **_noted("Belongs to the model: it casts its inputs.", bool="auto_cast"),
     "fp16_master_weights_and_grads": _false("Off: masters are float32.", _LOW),
     **_unset(_SCALING, bool="consecutive_hysteresis", number="loss_scale initial_scale_power "
         "loss_scale_window hysteresis min_loss_scale", any="opt_level"),
 }  # fmt: skip
 _BF16 = {
-    "enabled": _read("bool", _rules.half, "`jzero.master_weights` around the optimizer", tuning=True),
-    "check_grad_overflow": _read("bool", _rules.overflow, "`optax.apply_if_finite`", missing=True),
+    "enabled": Row("bool", _rules.half, "`jzero.master_weights` around the optimizer", tuning=True),
+    "check_grad_overflow": Row("bool", _rules.overflow, "`optax.apply_if_finite`", missing=True),
     **_unset("a gradient is added up when it is made.", bool="immediate_grad_update"),
     "bf16_master_weights_and_grads": _false("Off: masters are float32.", _LOW),
     "bf16_optimizer_states": _false("Off: moments are float32.", _LOW),
 }  # fmt: skip
 _AUTOCAST = {
-    "enabled": _read("bool", _rules.autocast, "a note: your model casts"),
-    "dtype": _read(
+    "enabled": Row("bool", _rules.autocast, "a note: your model casts"),
+    "dtype": Row(
         "text", _rules.autocast, "a note: your model casts; float16 is refused", default="bfloat16"),
     **_noted("Belongs to the model: it says where its layers cast.", list="lower_precision_safe_modules"),
 }  # fmt: skip
 _DATA_TYPES = {
-    "grad_accum_dtype": _read("dtype", _rules.sums, "`Microbatches(dtype=)`, if there are microbatches"),
+    "grad_accum_dtype": Row("dtype", _rules.sums, "`Microbatches(dtype=)`, if there are microbatches"),
     **_noted("Belongs to the model: parameters have the dtype in which it makes them.", text="param_dtype"),
     **_noted("Belongs to the model: buffers are leaves of your state.", text="buffer_dtype"),
 }  # fmt: skip
@@ -291,7 +286,7 @@ def _takes(**names: str) -> dict[str, Row]:
 
 
 def _argument(kind: str, default: Any = None, **more: Any) -> Row:
-    return Row(kind, made=_chain.argument, default=default, **more)
+    return Row(kind, _chain.argument, default=default, **more)
 
 
 _COMMON = {
@@ -333,7 +328,7 @@ _OURS = (
     "use your own.")  # fmt: skip
 _PARAMS = Row("object", inside="anything", becomes="its arguments: see above")
 _OPTIMIZER = {
-    "type": _read(
+    "type": Row(
         "text", _chain.optimizer_type, "`optimizer`, an optax transformation: see above",
         accepts=tuple(OPTIMIZERS), required=_OURS, refused=_OURS, refusals={
             **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT),
@@ -377,7 +372,7 @@ _SCHEDULES = (
     f"jzero has {', '.join(SCHEDULERS)}: write one of them, or drop the section and give your optimizer an "
     "optax schedule.")  # fmt: skip
 _SCHEDULER = {
-    "type": _read("text", _chain.scheduler_type, "`schedule`, an optax schedule: see above",
+    "type": Row("text", _chain.scheduler_type, "`schedule`, an optax schedule: see above",
         accepts=tuple(SCHEDULERS), required=_SCHEDULES, refused=_SCHEDULES),
     "params": _PARAMS,
 }  # fmt: skip

@@ -129,13 +129,12 @@ def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
     missing = [key for key, row in c.rows.items() if row.missing and key not in c.given]
     for key in [*(key for key in c.given if key in c.rows), *missing]:
         row, value = c.rows[key], c.get(key)
-        note, more = row.note, row.options
-        if row.made is not None:
-            note, more = row.made(c, key)
+        if callable(row.note):
+            note, more = row.note(c, key)
         elif row.off and not value:
             note, more = row.off, {}
-        elif value in ({}, []):
-            note = row.note or "Empty."
+        else:
+            note, more = row.note or "Empty." * (value in ({}, [])), row.options
         options |= more
         if note:
             notes[key] = note
