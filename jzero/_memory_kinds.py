@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where leaves rest: `memory_kind`s of JAX; and what is none, the host's ordinary memory and files."""
+"""Where leaves are stored: memory kinds of JAX, the host's ordinary memory, and files."""
 
 from typing import NamedTuple
 

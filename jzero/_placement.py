@@ -51,7 +51,7 @@ class Placement:
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
         """Where each leaf of the state is stored, as far as it is known: see `ShardedStep.state_shardings`.
 
-        The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
+        The shardings are those of stored leaves, of the shape `LeafPlan.padded_shape`.
         """
         signature, setting = self.programs.signature, self.programs.setting
         plans: tuple[LeafPlan, ...] | None
@@ -106,10 +106,10 @@ class Placement:
         self, state: Any, leaves: Sequence[Any], plans: tuple[LeafPlan, ...],
         shardings: Sequence[NamedSharding], who: str = "shard", needs: Sequence[HostNeed] = (),
     ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan has them, as they rest; those that are None here stay None.
+        """The leaves of `state` where the plan stores them; those that are None here stay None.
 
-        If the host has room for them, and for what a step `needs` there besides. Those that rest in codes
-        come as a `LeafArray`.
+        If the host has room for them, and for what a step `needs` there besides. Quantized ones come as a
+        `LeafArray`.
         """
         _placing.check_alive(state, leaves, who)
         places = self.places(plans, shardings)
@@ -163,7 +163,7 @@ class Placement:
         places: Sequence[Place],
         leaves: Sequence[Any] | None = None,
     ) -> Filling | None:
-        """New files for the leaves that rest in some; None if none does, or all are there already."""
+        """New files for the leaves that are stored in some; None if none is, or all are there already."""
         setting = self.programs.setting
         away = [
             i for i, plan in enumerate(plans)

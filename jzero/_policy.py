@@ -25,12 +25,12 @@ class Policy(GivenFields):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoOffload(Policy):
-    """Everything rests on the devices; the default of `shard_train_step`."""
+    """Everything is stored on the devices; the default of `shard_train_step`."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PinnedHost(Policy):
-    """Optimizer state rests in the pinned memory of the devices' host, and is updated on the devices.
+    """Optimizer state is stored in the pinned memory of the devices' host, and is updated on the devices.
 
     A step computes gradients, and then works through the optimizer state in buckets::
 
@@ -79,7 +79,7 @@ class PinnedHost(Policy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HostCPU(Policy):
-    """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
+    """Optimizer state is stored in the memory of the devices' host, and is updated there by its processors.
 
     Gradients go down, new parameters come up; moments and masters never leave the host::
 
@@ -99,14 +99,14 @@ class HostCPU(Policy):
     the update itself reads (float32 ones without masters) go down, too. What follows from gradients alone
     (their norm, finiteness) is computed on the devices, and crosses as a few scalars.
 
-    Memory: 2 Psi bytes at rest on each device in place of 14 Psi (masters and both moments of Adam, 12 Psi,
-    are on the host), and gradients while a step runs. On the host also pinned memory for what is on its way:
-    2 Psi of gradients and 2 Psi of parameters (twice both with `delayed_update`).
+    Memory: 2 Psi bytes on each device between steps in place of 14 Psi (masters and both moments of Adam, 12
+    Psi, are on the host), and gradients while a step runs. On the host also pinned memory for what is on its
+    way: 2 Psi of gradients and 2 Psi of parameters (twice both with `delayed_update`).
 
     An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
     more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
     devices) has begun to overwrite state, the state is as before; after that, it is consumed. If parameters
-    rest on the hosts, too (`Memory(params=)`), the host begins while the devices still compute.
+    are stored on the hosts, too (`Memory(params=)`), the host begins while the devices still compute.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))
@@ -129,15 +129,15 @@ class HostCPU(Policy):
         the next, so that neither waits for the other: what the batch makes of a gradient is of parameters
         that lack exactly the update before (the one-step delayed parameter update of ZeRO-Offload, section
         5.2). Terms of parameters alone, weight decay or an L2 term of the loss, are of them as they are when
-        the host updates. What rests on the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s
-        share) is never stale. It costs
-        loss at large learning rates (experiments/offload/delayed): compare before you rely on it. A state
-        waits for its last gradients until `train_step.flush(state)`: before a checkpoint, and at the end.
+        the host updates. What is stored on the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s
+        share) is never stale. It costs loss at large learning rates (experiments/offload/delayed): compare
+        before you rely on it. A state waits for its last gradients until `train_step.flush(state)`: before a
+        checkpoint, and at the end.
       delay_after: how many steps are not delayed, so that a training has left its first steps, in which
         gradients change fast; 40 by default, as in the paper. Counted since the state was placed or restored.
-      ratio: the share of optimizer state, by bytes, that rests on the host, above 0 and up to 1; the rest
-        rests on the devices and is updated there at the same time (Twin-Flow of ZeRO-Offload++). Leaves that
-        are updated together rest together; `describe` says what share that gives. 'auto' measures host,
+      ratio: the share of optimizer state, by bytes, that is stored on the host, above 0 and up to 1; the rest
+        is on the devices and is updated there at the same time (Twin-Flow of ZeRO-Offload++). Leaves that
+        are updated together are stored together; `describe` says what share that gives. 'auto' measures host,
         device and the way between them once (about a second), and chooses the share with which both end
         together; one process only.
       threads: how many threads update; by default one for each processor that this process may use, and two
@@ -166,7 +166,7 @@ class HostCPU(Policy):
             if share is None or not 0 < share <= 1:
                 raise self._refused(
                     f"ratio={self.ratio!r}",
-                    "It is the share of optimizer state that rests on the host, by bytes: above 0, up to 1.",
+                    "It is the share of optimizer state stored on the host, by bytes: above 0, up to 1.",
                     "Use a number in this range, 'auto', or drop it.")  # fmt: skip
             object.__setattr__(self, "ratio", share)
         self._make_int("threads", 1, *_THREADS)
@@ -174,7 +174,7 @@ class HostCPU(Policy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NVMe(Policy):
-    """Optimizer state rests in files, on NVMe disks, and is updated tile by tile by the host's processors.
+    """Optimizer state is stored in files, on NVMe disks, and updated tile by tile by the host's processors.
 
     A tile is one range of elements of all leaves that are updated together. A step reads, updates and writes
     tile after tile, all three at the same time, in few buffers::
@@ -211,7 +211,7 @@ class NVMe(Policy):
     their checksums. With `in_place`, and with `Memory(params=jzero.PinnedHost())`, whose parameters are
     updated in their place, a step that fails while it writes loses the state, by name.
 
-    Parameters rest in the same files with `Memory(params=jzero.NVMe(path, device_bytes=...,
+    Parameters are stored in the same files with `Memory(params=jzero.NVMe(path, device_bytes=...,
     host_bytes=...), optimizer=jzero.NVMe(path))`, at stage 3 (ZeRO-Infinity). The step runs layer by layer,
     as with `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
 

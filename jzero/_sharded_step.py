@@ -203,7 +203,7 @@ class ShardedStep(Generic[StepArgs, Result]):
     def _leaf_plans(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state rests, by the arguments beside it if any is given."""
+        """Where each leaf of the state is stored, by the arguments beside it if any is given."""
         beside = self._beside(state, args) if args or kwargs else ()
         return self._placement.leaf_plans(state, beside, kwargs)
 

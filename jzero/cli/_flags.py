@@ -98,7 +98,7 @@ def _in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def _window(settings: str) -> str:
-    """Parameters that rest on the hosts, or in files, with what is on a device at a time."""
+    """Parameters that are stored on the hosts, or in files, with what is on a device at a time."""
     found = re.search(r"device_bytes=(\d+)", settings)
     return f"--offload-params {found[1]}B" if found else "--offload-params"
 
