@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jzero._blocks import Blocks
 from jzero._given_fields import given_fields
 from jzero._groups import GROUPS, grouped
@@ -102,7 +104,7 @@ def _value(name: str, value: Any) -> str:
         return f"jzero.{value!r}"
     if hasattr(value, "axis_names"):
         return "mesh"
-    # A dtype, as jnp.bfloat16 and np.dtype("float32") are.
-    if hasattr(value, "dtype") and hasattr(value, "__name__"):
-        return f"jnp.{value.__name__}"
-    return f"jnp.{value.name}" if type(value).__module__.startswith("numpy.dtype") else repr(value)
+    is_scalar_type = hasattr(value, "dtype") and hasattr(value, "__name__")  # jnp.bfloat16
+    if is_scalar_type or isinstance(value, np.dtype):
+        return f"jnp.{np.dtype(value).name}"
+    return repr(value)

@@ -57,7 +57,9 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     text = re.sub(
         rf"(?<!jzero\.)\b(?:memory=)?({'|'.join(_KINDS)})\(([^()]*)\)",
         lambda m: _offload(m[1], m[2], flags), text)  # fmt: skip
-    text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
+    text = re.sub(
+        r"\bauto={(.*?)}", lambda m: "--auto " + re.sub(r'[" ]', "", m[1]).replace(":", "="), text
+    )
     who, _, said = text.partition(": ")
     for argument, (kind, _) in GROUPS.items():
         group = kind.__name__
@@ -123,11 +125,6 @@ def _given(flag: str, value: str) -> str:
     words = ",".join(pairs or re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
     return flag if words in (switch, "layer") else f"{flag} {words}"
-
-
-def _pairs(entries: str) -> str:
-    """The entries of a dict as they are written on a command line."""
-    return re.sub(r'[" ]', "", entries).replace(":", "=")
 
 
 def _as_written(parse: Callable[[object], object], what: str) -> Callable[[str], str]:

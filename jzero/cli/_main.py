@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
         prog=prog,
         description="ZeRO for JAX: memory and traffic of a training, contents of checkpoints.",
     )
-    parser.add_argument("--version", action="version", version=_versions())
+    # Of all that a report of a fault should say.
+    others = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
+    versions = ", ".join([f"jzero {__version__}", *others])
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, command in _COMMANDS.items():
         command.add_to(commands, name)
@@ -67,12 +70,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     except JzeroError as error:
         text = f"{prog} {name}: {in_flags(str(error), command.flag_of)}"
         parser.exit(2, f"{_in_lines(text, width)}\n")
-
-
-def _versions() -> str:
-    """Of all that a report of a fault should say."""
-    others = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
-    return ", ".join([f"jzero {__version__}", *others])
 
 
 def _columns() -> int | None:
