@@ -195,7 +195,7 @@ class Axes(GivenFields):
         all-reduced between nodes, as shards and once per step.
       axis_name: the name by which the step itself calls the data axis, if it was written for
         `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `microbatches=k` it
-        trains what it would on k times as many devices.
+        trains what it would on k times as many devices. Refused with a step that has no collectives.
       auto_specs: `{regular expression: PartitionSpec}`, how state leaves are stored over mesh axes that are
         not in `batch` (tensor parallelism): the first expression found in a leaf's path counts, for moments
         too, as far as they have such dims. ZeRO shards another dim of such a leaf. Inside the step, say it
@@ -207,7 +207,8 @@ class Axes(GivenFields):
       min_shard_bytes: leaves smaller than this, 1 KiB by default, stay replicated, because a collective costs
         more time than they cost memory; 0 shards whatever can be. Neither are leaves sharded that would have
         to be padded (no dim divides by the devices) to save less than 1 MiB on each device, as long as all
-        of these are at most 1 % of the device's share of the state; 0 pads these too.
+        of these are at most 1 % of the device's share of the state; 0 pads these too. At stage 0 there is no
+        such bound.
 
     Raises:
       OptionError: a field that cannot be obeyed.

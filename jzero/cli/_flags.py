@@ -61,18 +61,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         r"\bauto={(.*?)}", lambda m: "--auto " + re.sub(r'[" ]', "", m[1]).replace(":", "="), text
     )
     who, _, said = text.partition(": ")
-    for argument, (kind, _) in GROUPS.items():
-        group = kind.__name__
-        of_group = [dest for dest in flags if dest.startswith(f"{argument}.")]
-        fields = {dest.partition(".")[2]: flags[dest] for dest in of_group}
-        text = re.sub(
-            rf"(\w+=)?(?:jzero\.)?\b{group}\(((?:[^()]|\([^()]*\))*)\)",
-            lambda m, fields=fields: _in_flags(re.sub(r"^(\d+), \.\.\.$", r"num=\1", m[2]), fields),
-            text)  # fmt: skip
-        if group == who:
-            text = _in_flags(text, fields)
-        if num := fields.get("num"):
-            text = re.sub(rf"\b{argument}={_VALUE}", lambda m, num=num: _given(num, m[1]), text)
+    for argument in GROUPS:
+        text = _group_in_flags(text, who, argument, flags)
     text = _in_flags(text, {dest: flag for dest, flag in flags.items() if "." not in dest})
     grouped = {dest.partition(".")[2]: flag for dest, flag in flags.items() if "." in dest}
     text = re.sub(
@@ -82,6 +72,21 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
     who, _, said = text.replace("jnp.", "").partition(": ")
     return said or who
+
+
+def _group_in_flags(text: str, who: str, argument: str, flags: Mapping[str, str]) -> str:
+    """The fields of a group, as `who` or another says them."""
+    group = GROUPS[argument].kind.__name__
+    of_group = [dest for dest in flags if dest.startswith(f"{argument}.")]
+    fields = {dest.partition(".")[2]: flags[dest] for dest in of_group}
+    text = re.sub(
+        rf"(\w+=)?(?:jzero\.)?\b{group}\(((?:[^()]|\([^()]*\))*)\)",
+        lambda m: _in_flags(re.sub(r"^(\d+), \.\.\.$", r"num=\1", m[2]), fields), text)  # fmt: skip
+    if group == who:
+        text = _in_flags(text, fields)
+    if num := fields.get("num"):
+        text = re.sub(rf"\b{argument}={_VALUE}", lambda m: _given(num, m[1]), text)
+    return text
 
 
 def _in_flags(text: str, flags: Mapping[str, str]) -> str:
