@@ -82,7 +82,7 @@ class Row:
     """
 
     kind: str
-    note: str | Callable[[Config, str], tuple[str, dict[str, Any]]] = ""
+    note: str | Callable[[Config, str], tuple[str, Mapping[str, Any]]] = ""
     becomes: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     off: str = ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero.deepspeed._config import AUTO, DTYPES, Config, refuse
 from jzero.deepspeed._python import called, name_of
 
-Made = tuple[str, dict[str, Any]]  # the note of a key, and options by name
+Made = tuple[str, Mapping[str, Any]]  # the note of a key, and options by name
 
 ROWS, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATE, CLIP = "gradient_accumulation_steps", "gradient_clipping"

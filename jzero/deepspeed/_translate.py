@@ -129,10 +129,11 @@ def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
     missing = [key for key, row in c.rows.items() if row.missing and key not in c.given]
     for key in [*(key for key in c.given if key in c.rows), *missing]:
         row, value = c.rows[key], c.get(key)
+        more: Mapping[str, Any] = {}
         if callable(row.note):
             note, more = row.note(c, key)
         elif row.off and not value:
-            note, more = row.off, {}
+            note = row.off
         else:
             note, more = row.note or "Empty." * (value in ({}, [])), row.options
         options |= more
