@@ -296,6 +296,8 @@ def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
     for power in (1, 2):
         rows = x @ np.asarray(w)
         same(moment(w, x, power=power), ((rows**power).mean(), rows))
+    # It may be written for the whole batch; a train step that names no axis is refused.
+    same(jzero.shard_eval_step(lambda w, x: x @ w, like=train_step)(w, x), x @ np.asarray(w))
 
 
 @pytest.mark.slow
