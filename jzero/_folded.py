@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def folded(names: Iterable[str]) -> list[Folded]:
         fixed, places = _taken_apart(name)
         alike.setdefault(fixed, []).append(places)
     return [
-        Folded(_written(fixed, places), _count(places))
+        Folded(_written(fixed, places), math.prod(map(len, places)))
         for fixed, entries in alike.items()
         for places in _joined(fixed, entries)
     ]
@@ -83,13 +84,6 @@ def _joined(fixed: Sequence[str], entries: list[tuple[Choices, ...]]) -> list[tu
             for (before, after), found in groups.items()
         ]
     return entries
-
-
-def _count(places: Sequence[Choices]) -> int:
-    num = 1
-    for place in places:
-        num *= len(place)
-    return num
 
 
 def _written(fixed: Sequence[str], places: Sequence[Choices]) -> str:

@@ -124,12 +124,8 @@ def start_thread(thread: threading.Thread) -> None:
     Raises:
       RuntimeError: it cannot be started.
     """
-    group = ThreadGroup(_nothing)
+    group = ThreadGroup(lambda: None)
     group.start([(thread.start,)])
-    group.end(_nothing)
+    group.end(lambda: None)
     if group.errors:
         raise group.errors[0]
-
-
-def _nothing() -> None:
-    pass

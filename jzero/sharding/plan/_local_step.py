@@ -215,7 +215,8 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     )  # fmt: skip
     if batch is None:
         return None
-    if setting.axis_name is not None and not setting.evaluates:  # An evaluation has that of the training.
+    # An evaluation has that of its training.
+    if setting.axis_name is not None and not setting.evaluates:
         raise OptionError(message(
             _call.WHO,
             f"Axes(axis_name={setting.axis_name!r}), and the step has no collectives over it",
