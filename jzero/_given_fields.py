@@ -21,8 +21,9 @@ class GivenFields:
         fields: list[str] = [*cls.__dataclass_fields__]  # type: ignore[attr-defined]
         if unknown := [name for name in given if name not in fields]:
             like = [x for name in unknown for x in difflib.get_close_matches(name, fields, 1)]
-            edit = f"Did you mean {' and '.join(f'{x}=' for x in like)}?" if like else (
-                f"Its fields are {', '.join(fields)}.")  # fmt: skip
+            edit = f"Its fields are {', '.join(fields)}." if fields else "It has none."
+            if like:
+                edit = f"Did you mean {' and '.join(f'{x}=' for x in like)}?"
             named = ", ".join(f"{name}=" for name in unknown)
             raise OptionError(message(cls.__name__, f"there is no field {named}", edit, ""))
         return super().__new__(cls)
