@@ -52,7 +52,10 @@ class GivenFields:
 def given_fields(group: Any) -> dict[str, Any]:
     """The fields of a dataclass that are not as by default."""
     values = {x.name: (getattr(group, x.name), x.default) for x in dataclasses.fields(group)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return {
+        name: value for name, (value, default) in values.items()
+        if type(value) is not type(default) or value != default  # An array is unequal in each element.
+    }  # fmt: skip
 
 
 def make_int(

@@ -152,8 +152,9 @@ class Use:
 
     def _consumed(self, leaves: Sequence[Any]) -> StateError | None:
         dead = list(map(is_deleted, leaves))
-        found = f"a step in another thread has meanwhile consumed {self._named(dead)}"
-        return self._error(found) if any(dead) else None
+        if not any(dead):
+            return None
+        return self._error(f"a step in another thread has meanwhile consumed {self._named(dead)}")
 
     def _error(self, found: str) -> StateError:
         edit = _STEPS if self._consumes else _READS
