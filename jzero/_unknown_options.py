@@ -15,45 +15,28 @@ from jzero._moved_options import MOVED, new_line
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-_DONATES = "A train step donates its state (donate=False keeps it), an evaluation donates nothing: drop it."
-_OF_JIT = "jzero compiles the step itself: drop it."
-_AXES = "Write axes=, the data axes of the mesh."
-_NUM_MICROBATCHES = "Write microbatches=, how many each device works through in a step."
 # By the names that they have in JAX and DeepSpeed, and what people write: which option does it, and how.
-_KNOWN = {
-    "donate_argnums": (None, _DONATES),
-    "donate_argnames": (None, _DONATES),
-    "in_shardings": (
-        "in_specs",
-        "Drop it: arguments are sharded along dim 0, and the state as the stage says. Where an argument has "
-        "its rows along another dim, write in_specs={'argument': jax.P(None, 'data')}.",
-    ),
-    "out_shardings": (
-        None,
-        "Drop it: the state is returned as it is stored, and outputs with rows stay batch-sharded.",
-    ),
-    "in_axes": (
-        "in_specs",
-        "Write in_specs={'argument': jax.P(None, 'data')} for rows along dim 1.",
-    ),
+_KNOWN: dict[str, tuple[str | None, str]] = {
+    **dict.fromkeys(("donate_argnums", "donate_argnames"), (None, "A train step donates its state "
+        "(donate=False keeps it), an evaluation donates nothing: drop it.")),
+    "in_shardings": ("in_specs", "Drop it: arguments are sharded along dim 0, and the state as the stage "
+        "says. Where an argument has its rows along another dim, write in_specs={'argument': jax.P(None, "
+        "'data')}."),
+    "out_shardings": (None, "Drop it: the state is returned as it is stored, and outputs with rows stay "
+        "batch-sharded."),
+    "in_axes": ("in_specs", "Write in_specs={'argument': jax.P(None, 'data')} for rows along dim 1."),
     "out_axes": (None, "Drop it: outputs with rows are global arrays, in the order of the rows."),
-    "zero_stage": ("stage", "Write stage=."),
-    "zero": ("stage", "Write stage=."),
-    "level": ("stage", "Write stage=."),
+    **dict.fromkeys(("zero_stage", "zero", "level"), ("stage", "Write stage=.")),
     "devices": ("mesh", "Write mesh=jax.make_mesh((len(devices),), ('data',), devices=devices)."),
     "num_devices": ("mesh", "Write mesh=jax.make_mesh((num_devices,), ('data',))."),
-    "mesh_axes": ("axes", _AXES),
-    "mesh_axis": ("axes", _AXES),
-    "data_axis": ("axes", _AXES),
-    "axis": ("axes", _AXES),
-    "gradient_accumulation_steps": ("microbatches", _NUM_MICROBATCHES),
-    "grad_accum": ("microbatches", _NUM_MICROBATCHES),
+    **dict.fromkeys(("mesh_axes", "mesh_axis", "data_axis", "axis"), ("axes", "Write axes=, the data axes of "
+        "the mesh.")),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("microbatches", "Write microbatches=, "
+        "how many each device works through in a step.")),
     "offload_optimizer": ("memory", "Write memory=jzero.PinnedHost(...) or jzero.HostCPU()."),
-    "keep_unused": (None, _OF_JIT),
-    "inline": (None, _OF_JIT),
-    "device": (None, _OF_JIT),
-    "backend": (None, _OF_JIT),
-}
+    **dict.fromkeys(("keep_unused", "inline", "device", "backend"), (None, "jzero compiles the step itself: "
+        "drop it.")),
+}  # fmt: skip
 
 
 def refuses_unknown_options(fn: _Function) -> _Function:
