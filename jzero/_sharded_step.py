@@ -50,8 +50,6 @@ from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explic
 from jzero.tracing._reading import Elsewhere
 from jzero.tracing._returned import Like
 
-PROGRAMS = ("trace",)  # after what `program` prints one
-
 
 class ShardedStep(Generic[StepArgs, Result]):
     """A step whose state is sharded: one of training, or an evaluation.
@@ -391,7 +389,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             b:f32[8,64]   # batch  [8@data, 64]
           . let
         """
-        known = (*PROGRAMS, *_partitioned.PASSES)
+        known = ("trace", *_partitioned.PASSES)
         if after not in known:
             raise OptionError(message(
                 self._who, f"program(after={after!r})", "It prints a step as it is after one of its passes.",
