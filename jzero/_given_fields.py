@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import operator
 from typing import Any, Self
 
@@ -13,8 +14,18 @@ import numpy as np
 from jzero._errors import OptionError, message
 
 
+class _OfInit:
+    """`__signature__` of a class: that of `__init__`; Sphinx would show that of `__new__`."""
+
+    def __get__(self, instance: object, owner: Any) -> inspect.Signature:
+        found = inspect.signature(owner.__init__)
+        return found.replace(parameters=[*found.parameters.values()][1:])
+
+
 class GivenFields:
     """Base of frozen dataclasses of options, which are printed with the fields that are not as by default."""
+
+    __signature__ = _OfInit()
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuses fields that there are not, of which Python's own error says no more than the name."""

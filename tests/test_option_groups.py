@@ -1,5 +1,7 @@
 """Groups of options: what each refuses by itself, and the new lines that old names are told."""
 
+import dataclasses
+import inspect
 import re
 from typing import Any
 
@@ -131,6 +133,13 @@ def test_what_would_have_no_effect_or_no_meaning_is_refused(name):
     make, text = REFUSED[name]
     with pytest.raises(jzero.JzeroError, match=re.escape(text)):
         make()
+
+
+def test_groups_show_their_fields():
+    for group in (jzero.Comm, jzero.NVMe, jzero.Blocks):
+        names = [x.name for x in dataclasses.fields(group)]
+        assert list(inspect.signature(group).parameters) == names
+        assert list(group.__signature__.parameters) == names  # what Sphinx asks for
 
 
 def test_numbers_of_numpy():
