@@ -51,6 +51,7 @@ def is_valid(setting):
         and (stage == 3 or setting["full"] is None)
         and (stage == 3 or setting["prefetch_bytes"] is None)
         and (stage > 0 or setting["optimizer_axes"] is None)
+        and (stage > 0 or setting["min_shard_bytes"] == 0)
         and not (setting["tile_bytes"] and (stage == 0 or setting["gather"] in KEEPS))
         and not (stage < 2 and setting["reduce"] == "each")
         and not (stage == 2 and setting["reduce"] == "once")

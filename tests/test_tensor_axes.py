@@ -458,6 +458,7 @@ def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
     """XLA:CPU ended the process, with 16-bit parameters or `reduce_dtype`, in shards and full."""
     x = jnp.ones((BATCH, WIDTH), dtype)
     options = {"reduce_dtype": jnp.bfloat16} if dtype == jnp.float32 else {}
+    floor = {"min_shard_bytes": 129} if stage else {}
     two = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
     results = []
     for mesh, specs in ((two, None), (mesh_of(2, 2), auto_specs)):
@@ -466,7 +467,7 @@ def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
             make_experts_step(constrain),
             stage=stage,
             mesh=mesh,
-            **grouped(axis_names="data", auto_specs=specs, min_shard_bytes=129, **options),
+            **grouped(axis_names="data", auto_specs=specs, **floor, **options),
         )
         state, loss = train_step(train_step.init(lambda: experts_init(dtype)), x)
         results.append((zoo.to_host(state), zoo.to_host(loss)))
