@@ -407,18 +407,24 @@ def tile(eqn: Eqn) -> list[Factor]:
 
 
 def ragged_dot(eqn: Eqn) -> list[Factor]:
-    """Dims that are not ragged or grouped: free ones, in which the result has the same rows."""
+    """Batch dims, and those that are not ragged or grouped: free ones, in which the result has the same rows.
+
+    If the ragged dim is summed, the result has a dim of groups in front.
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     ragged, grouped = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
-    lhs, rhs = (atom.aval.ndim for atom in eqn.invars[:2])
-    if not ragged.isdisjoint(lhs_sum):  # Its result has a dim of groups in front.
+    lhs, rhs, sizes = (atom.aval.ndim for atom in eqn.invars[:3])
+    if ragged & set(lhs_batch):
         return []
-    found = []
-    if not ragged & set(lhs_batch):
-        pairs = zip(lhs_sum, rhs_sum, strict=True)
-        found = [Factor((a, b, None), (None,), "sum") for a, b in pairs]
-    at = len(lhs_batch)
+    is_summed = not ragged.isdisjoint(lhs_sum)
+    pairs = zip(lhs_sum, rhs_sum, strict=True)
+    found = [Factor((a, b, None), (None,), "sum") for a, b in pairs if a not in ragged]
+    at = int(is_summed)
+    for i, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True)):
+        if sizes == len(lhs_batch) + 1:
+            found.append(Factor((a, b, i), (at,)))
+        at += 1
     for dim in _free(lhs, lhs_sum, lhs_batch):
         if dim not in ragged:
             found.append(Factor((dim, None, None), (at,)))

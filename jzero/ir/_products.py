@@ -36,7 +36,11 @@ def _sparse_dot(eqn: Eqn) -> int:
 
 
 def _ragged_dot(eqn: Eqn) -> int:
-    return math.prod(eqn.invars[0].aval.shape) * eqn.invars[1].aval.shape[-1]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, summed), (_, batch) = numbers.dot_dimension_numbers
+    sizes = enumerate(eqn.invars[1].aval.shape)
+    others = {*summed, *batch, *numbers.rhs_group_dimensions}
+    return eqn.invars[0].aval.size * math.prod(n for d, n in sizes if d not in others)
 
 
 def _conv(eqn: Eqn) -> int:

@@ -28,6 +28,7 @@ from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._row_orders import sorted_in_blocks
 from jzero.sharding.partition._run import shard_map_error
 from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
@@ -125,9 +126,22 @@ def trace_whole(
     flat = _rewrite.without_repeats(flat, _is_of_scalars)
     flat = without_differences(flat) if has_masters else flat
     given = [_divided(spec, aval.shape, parts) for spec, aval in zip(specs, avals, strict=True)]
+    flat = sorted_in_blocks(flat, consts, [*map(_dims_of, given)], _blocks(given, parts))
     return WholeBatch(
         traced.out_tree, traced.out_avals, flat, consts, tuple(specs), tuple(given),
     )  # fmt: skip
+
+
+def _blocks(specs: Sequence[P], parts: Mapping[str, int]) -> int:
+    """In how many blocks the rows are sharded, if all are alike; else 1."""
+    split = {
+        (dim, math.prod(parts[axis] for axis in _call.spec_axes(entry)))
+        for spec in specs
+        for dim, entry in enumerate(spec)
+        if entry
+    }
+    (dim, num), *others = split or {(0, 1)}
+    return 1 if dim or others else num
 
 
 def _is_of_scalars(eqn: Eqn) -> bool:
