@@ -22,37 +22,30 @@ rows of the whole batch in their places, and so does a result of the jaxpr: then
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import dim_groups
-from jzero.ir._regions import EdgeKind, Region, edges
-from jzero.ir._rows import RowDims, row_dims
-from jzero.ir._writer import JaxprWriter
-from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
-
-IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr
 
 
 @dataclasses.dataclass(eq=False)
 class Order:
-    """The order of rows that a stable sort along dim 0 makes.
+    """The order of rows that a stable sort makes.
 
     Attributes:
-      keys: what it sorts by, before and after.
+      keys: what it sorts by.
       root: the value whose elements the keys are.
       num_values: the keys are from 0 up to it; None if that is unknown.
     """
 
-    keys: tuple[Atom, Atom]
+    keys: Atom
     root: Atom
     num_values: int | None
 
@@ -71,25 +64,25 @@ class Fact(NamedTuple):
       order: the order of its rows; None for the batch's.
       dim: its dim of rows, if it is in order.
       positions: of which rows its elements are positions.
-      is_permutation: whether these are all rows, each once.
+      has_all: whether these are all rows, each once; and where neither is in an order, 0, 1, 2, ...
       bounds: least and largest element of integers.
-      root: the value of which it has the elements, one by one.
+      root: the value whose elements it has, in some order.
       counts: how many elements of the root equal 0, 1, ...: a histogram.
       is_uniform: whether all of its elements are equal.
-      true_where: a boolean is true at most where the variable is zero (`("zero", x)`) or is not
-        (`("other", x)`), or nowhere (`("never",)`). Or it is a `("sign", x)` or a `("rem", x)`.
-      lost: orders whose positions it was computed from: it means nothing when the rows are elsewhere.
+      made_of: `("sign", x)` or `("rem", x)`. Of booleans: true at most where x is zero (`("zero", x)`), where
+        it is not (`("other", x)`), or nowhere (`("never",)`).
+      lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
     """
 
     order: Order | None = None
     dim: int = 0
     positions: Positions | None = None
-    is_permutation: bool = False
+    has_all: bool = False
     bounds: tuple[int, int] | None = None
     root: Atom | None = None
     counts: Atom | None = None
     is_uniform: bool = False
-    true_where: tuple[Any, ...] = ()
+    made_of: tuple[Any, ...] = ()
     lost: frozenset[Order] = frozenset()
 
     @property
@@ -100,7 +93,7 @@ class Fact(NamedTuple):
 
     @property
     def is_never(self) -> bool:
-        return self.true_where == ("never",)
+        return self.made_of == ("never",)
 
 
 NOTHING = Fact()
@@ -114,88 +107,7 @@ class OutOfOrderError(Exception):
         self.orders = orders
 
 
-def sorted_in_blocks(
-    flat: _rewrite.Flat, consts: Sequence[Any], dims: Sequence[RowDims], num: int
-) -> _rewrite.Flat:
-    """The step with sorts of the rows of each of `num` blocks in the place of sorts of all rows.
-
-    Args:
-      flat: the step of the whole batch, calls flattened.
-      consts: values of its constants.
-      dims: for each of its inputs, the batch dims.
-      num: how many contiguous blocks of equal size these are sharded in.
-    """
-    if num == 1 or not any(e.primitive.name == "sort" for e in _jaxpr.walk(flat)):  # type: ignore[arg-type]
-        return flat
-    opened = flat._replace(eqns=[_jaxpr.with_inner(eqn, _without_calls) for eqn in flat.eqns])
-    region = Region(opened, [*consts])  # type: ignore[arg-type]
-    rows = {var for (_, var), own in row_dims(region, dims).items() if own == {0}}
-    rewritten = _Rewritten(rows, num)
-    found: _rewrite.Flat = rewritten.of(region, {})
-    return found if rewritten.num_sorts else flat
-
-
-def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """The body of a loop, branch or checkpoint with the equations of its calls, unless these have constants."""
-    flat, consts = _rewrite.flatten_calls(jaxpr, ())
-    eqns = [_jaxpr.with_inner(eqn, _without_calls) for eqn in flat.eqns]
-    return jaxpr if consts else _jaxpr.replaced(jaxpr, eqns=eqns, outvars=flat.outvars)
-
-
-class _Rewritten:
-    """Rewrites each program by itself: the rows that one is given or returns are in their places."""
-
-    def __init__(self, rows: set[Atom], num: int):
-        self.rows, self.num, self.num_sorts = rows, num, 0
-
-    def of(self, region: Region, given: dict[Atom, Fact]) -> Any:
-        jaxpr, facts = region.jaxpr, self._facts(region.jaxpr, given)
-        self.num_sorts += len(facts.sorts)
-        writer = _BlocksWriter(facts)
-        for eqn in jaxpr.eqns:
-            inner = {id(each.jaxpr): each for each in region.inner(eqn)}
-            passed = _passed(region, eqn, facts) if inner else {}
-
-            def new(old: Jaxpr, inner: Any = inner, passed: Any = passed) -> Jaxpr:
-                return self.of(inner[id(old)], passed) if id(old) in inner else old
-
-            writer.write(_jaxpr.with_inner(eqn, new), facts.in_blocks.get(id(eqn)))
-        assert not writer.constvars
-        eqns, outs = writer.eqns, [*map(writer.read, jaxpr.outvars)]
-        if isinstance(jaxpr, _rewrite.Flat):
-            return jaxpr._replace(eqns=eqns, outvars=outs)
-        same = [*map(id, eqns)] == [*map(id, jaxpr.eqns)]
-        return jaxpr if same else _jaxpr.replaced(jaxpr, eqns=eqns, outvars=outs)
-
-    def _facts(self, jaxpr: Jaxpr, given: dict[Atom, Fact]) -> _Facts:
-        """With the orders of all sorts that no equation forbids."""
-        kept = frozenset[int]()
-        while True:
-            facts = _Facts(self.rows, self.num, kept, given)
-            try:
-                facts.run(jaxpr)
-            except OutOfOrderError as error:
-                kept |= {facts.sorts[order] for order in error.orders}
-            else:
-                return facts
-
-
-def _passed(region: Region, eqn: Eqn, facts: _Facts) -> dict[Atom, Fact]:
-    """Facts of the operands that are the same values whenever a program inside runs."""
-    ways = edges(region, eqn)
-    changed = {edge.target for edge in ways if edge.kind is not EdgeKind.IN or edge.shift}
-    found = {}
-    for edge in ways:
-        fact = facts.of(edge.source[1])
-        if edge.target not in changed and not fact.orders and edge.kind is EdgeKind.IN:
-            found[edge.target[1]] = fact._replace(root=None, counts=None, true_where=())
-    return found
-
-
-# -- facts ----------------------------------------------------------------------------------------------
-
-
-class _Facts:
+class Facts:
     """The facts of a jaxpr's values, in order of its equations.
 
     Attributes:
@@ -203,9 +115,7 @@ class _Facts:
       in_blocks: the equations to be rewritten, by id, with the order of which they are.
     """
 
-    def __init__(
-        self, rows: set[Atom], num: int, kept: frozenset[int], given: dict[Atom, Fact]
-    ):
+    def __init__(self, rows: set[Atom], num: int, kept: frozenset[int], given: dict[Atom, Fact]):
         self.rows, self.num, self.kept = rows, num, kept
         self.sorts: dict[Order, int] = {}
         self.in_blocks: dict[int, Order] = {}
@@ -227,9 +137,9 @@ class _Facts:
     def of(self, atom: Atom) -> Fact:
         if not _jaxpr.is_literal(atom):
             return self._facts.get(atom, NOTHING)
-        value = np.asarray(_jaxpr.literal(atom)) if not atom.aval.shape else None
-        known = value is not None and np.issubdtype(value.dtype, np.integer)
-        return Fact(is_uniform=True, bounds=(int(value), int(value)) if known else None)
+        value = np.asarray(_jaxpr.literal(atom))
+        known = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
+        return Fact(is_uniform=value.ndim == 0, bounds=(int(value), int(value)) if known else None)
 
     def root(self, atom: Atom) -> Atom:
         return self.of(atom).root or atom
@@ -287,74 +197,67 @@ def _bounds(eqn: Eqn, ins: Sequence[Fact]) -> tuple[int, int] | None:
     return min(lows), (min if name == "min" else max)(highs)
 
 
-def _moved(
-    facts: _Facts, eqn: Eqn, fact: Fact, dim: int | None, rows: int | None
-) -> list[Fact] | None:
-    """Of the same elements in another shape: where the ordered dim is, and the number of leading rows."""
-    if fact.order is not None and dim is None:
+def _reshape(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    shape, new, fact = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, ins[0]
+    if len(ins) > 1 or eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
         return None
-    found = fact._replace(dim=dim or 0, true_where=())
-    before = eqn.invars[0].aval.shape
-    kept = rows is not None and before and (fact.order is not None or facts.divides(rows, before[0]))
-    if not kept or fact.order is not None and (fact.dim, found.dim) != (0, 0):
+    if fact.order is None:
+        stays = shape != () != new and facts.divides(shape[0], new[0])
+        return _with_dim(facts, eqn, fact, 0, stays)
+    for olds, news in dim_groups(shape, new):
+        large = [d for d in olds if shape[d] != 1], [d for d in news if new[d] != 1]
+        if large[0] == [fact.dim] and len(large[1]) == 1:
+            return _with_dim(facts, eqn, fact, large[1][0], fact.dim == large[1][0] == 0)
+    return None
+
+
+def _broadcast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    fact, to, shape = ins[0], eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
+    if fact.is_uniform or not shape:
+        return None if fact.orders else [Fact(is_uniform=True, bounds=fact.bounds)]
+    new = eqn.outvars[0].aval.shape
+    if new[to[fact.dim]] != shape[fact.dim]:
+        return None
+    return _with_dim(facts, eqn, fact, to[fact.dim], fact.dim == to[fact.dim] == 0)
+
+
+def _with_dim(facts: Facts, eqn: Eqn, fact: Fact, dim: int, rows_lead: bool) -> list[Fact] | None:
+    """Of the same elements in another shape, where rows are along `dim`, or blocks of rows along dim 0."""
+    found = fact._replace(dim=0 if fact.order is None else dim, made_of=(), counts=None)
+    if not rows_lead:
         if fact.positions is not None and fact.positions.order is not None:
             return None
-        found = found._replace(positions=None, is_permutation=False)
+        found = found._replace(positions=None)
     if eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
         return [found._replace(root=facts.root(eqn.invars[0]))]
-    return [found._replace(root=None, counts=None, is_permutation=False)]
+    return [found._replace(root=None, has_all=False)]
 
 
-def _reshape(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if eqn.params.get("dimensions") is not None or len(ins) > 1:
-        return None
-    at = None
-    if ins[0].order is not None:
-        for olds, news in dim_groups(shape, new):
-            large = [d for d in olds if shape[d] != 1], [e for e in news if new[e] != 1]
-            if ins[0].dim in large[0] and len(large[0]) == len(large[1]) == 1:
-                at = large[1][0]
-    return _moved(facts, eqn, ins[0], at, new[0] if new else None)
-
-
-def _broadcast(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    (fact, *_), to, new = ins, eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
-    if fact.is_uniform or not eqn.invars[0].aval.shape:
-        return [Fact(is_uniform=True, bounds=fact.bounds)] if not fact.orders else None
-    leads = bool(to) and to[0] == 0 and new[0] == eqn.invars[0].aval.shape[0]
-    at = to[fact.dim] if fact.order is not None else None
-    if at is not None and new[at] != eqn.invars[0].aval.shape[fact.dim]:
-        return None
-    return _moved(facts, eqn, fact, at, new[0] if leads else None)
-
-
-def _cast(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _cast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     (fact,), dtype = ins, np.dtype(eqn.outvars[0].aval.dtype)
     if fact.bounds is None or not np.issubdtype(dtype, np.integer):
         return None
     if not np.iinfo(dtype).min <= fact.bounds[0] <= fact.bounds[1] <= np.iinfo(dtype).max:
         return None
-    return [fact._replace(root=facts.root(eqn.invars[0]))]
+    return _same(facts, eqn, ins)
 
 
-def _same(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
+def _same(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
     return [
-        fact._replace(root=fact.root or (None if _jaxpr.is_literal(atom) else atom))
-        for fact, atom in zip(ins, eqn.invars, strict=True)
+        fact._replace(root=facts.root(atom)) for fact, atom in zip(ins, eqn.invars, strict=True)
     ]
 
 
-def _iota(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _iota(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     shape = eqn.outvars[0].aval.shape
     if eqn.params["dimension"] != 0 or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
         return None
     positions = Positions(shape[0], None) if facts.divides(shape[0]) else None
-    is_permutation = positions is not None and len(shape) == 1
-    return [Fact(positions=positions, is_permutation=is_permutation, bounds=(0, shape[0] - 1))]
+    has_all = positions is not None and len(shape) == 1
+    return [Fact(positions=positions, has_all=has_all, bounds=(0, shape[0] - 1))]
 
 
-def _extremes(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _extremes(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """`max(x, 0)` of what is never below it."""
     for fact, other, atom in zip(ins, ins[::-1], eqn.invars, strict=True):
         if fact.bounds is None or other.bounds is None or not other.is_uniform:
@@ -366,43 +269,43 @@ def _extremes(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
     return None
 
 
-def _index_of_extreme(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _index_of_extreme(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     axes = eqn.params.get("axes", (eqn.params.get("axis"),))
     found = facts._alike(eqn, ins)
     size = eqn.invars[0].aval.shape[axes[0]]
     return [*found[:-1], found[-1]._replace(bounds=(0, size - 1))]
 
 
-def _less(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _less(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     a, b = (fact.bounds for fact in ins)
     if a is None or b is None or a[0] < b[1]:
         return None
-    return [Fact(true_where=("never",))]
+    return [Fact(made_of=("never",))]
 
 
-def _not_equal(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _not_equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     for fact, other in (ins, ins[::-1]):
-        if fact.true_where[:1] == ("sign",) and other.bounds == (1, 1):
-            return [Fact(fact.order, fact.dim, true_where=("zero", fact.true_where[1]))]
-        if fact.true_where[:1] == ("rem",) and other.bounds == (0, 0):
-            return [Fact(fact.order, fact.dim, true_where=("other", fact.true_where[1]))]
+        if fact.made_of[:1] == ("sign",) and other.bounds == (1, 1):
+            return [Fact(fact.order, fact.dim, made_of=("zero", fact.made_of[1]))]
+        if fact.made_of[:1] == ("rem",) and other.bounds == (0, 0):
+            return [Fact(fact.order, fact.dim, made_of=("other", fact.made_of[1]))]
     return None
 
 
-def _and(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    a, b = (fact.true_where for fact in ins)
+def _and(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    a, b = (fact.made_of for fact in ins)
     exclude = a[1:] == b[1:] != () and {a[0], b[0]} == {"zero", "other"}
     never = exclude or any(fact.is_never for fact in ins)
-    return [Fact(true_where=("never",))] if never else None
+    return [Fact(made_of=("never",))] if never else None
 
 
-def _sign(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _sign(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     (fact,) = ins
     if fact.bounds is None or fact.bounds[0] < 0 or fact.lost or fact.is_uniform:
         return None
     if fact.positions is not None and fact.positions.order is not None:
         return None
-    return [Fact(fact.order, fact.dim, true_where=("sign", eqn.invars[0]))]
+    return [Fact(fact.order, fact.dim, made_of=("sign", eqn.invars[0]))]
 
 
 def _divisor(ins: Sequence[Fact]) -> int:
@@ -414,14 +317,14 @@ def _divisor(ins: Sequence[Fact]) -> int:
     return least if least == most > 0 else 0
 
 
-def _rem(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _rem(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     if not _divisor(ins):
         return None
     bounds = 0, _divisor(ins) - 1
-    return [Fact(ins[0].order, ins[0].dim, bounds=bounds, true_where=("rem", eqn.invars[0]))]
+    return [Fact(ins[0].order, ins[0].dim, bounds=bounds, made_of=("rem", eqn.invars[0]))]
 
 
-def _div(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _div(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     by, fact = _divisor(ins), ins[0]
     if not by or fact.positions is None or fact.positions.num % by:
         return None
@@ -431,7 +334,7 @@ def _div(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     return [Fact(fact.order, fact.dim, Positions(num, None), bounds=(0, num - 1))]
 
 
-def _add(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _add(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """JAX adds the size to indices below 0, of which there are none among positions."""
     for fact, other in (ins, ins[::-1]):
         if fact.positions is not None and fact.positions.order is not None and other.is_uniform:
@@ -439,13 +342,13 @@ def _add(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     return None
 
 
-def _select(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     if not ins[0].is_never or len(ins) != 3:
         return None
     return [ins[1]._replace(root=facts.root(eqn.invars[1]))]
 
 
-def _sort(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     shape, keys = eqn.invars[0].aval.shape, ins[0]
     stable = eqn.params["is_stable"] or eqn.params["num_keys"] == len(ins)
     if len(shape) != 1 or eqn.params["num_keys"] != 1 or not stable:
@@ -458,24 +361,24 @@ def _sort(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     if not is_rows or not facts.divides(shape[0]):
         return None
     low, high = keys.bounds or (-1, -1)
-    order = Order((eqn.invars[0], eqn.outvars[0]), facts.root(eqn.invars[0]), None if low < 0 else high + 1)
+    order = Order(eqn.invars[0], facts.root(eqn.invars[0]), None if low < 0 else high + 1)
     facts.sorts[order] = id(eqn)
     facts.rewrite(eqn, order)
-    return [fact._replace(order=order, root=None, counts=None) for fact in ins]
+    return [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
 
 
-def _put_back(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _put_back(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """A sort of the positions that another sort has moved: the rows are in their places again."""
     order, (keys, *others) = ins[0].order, ins
     num = eqn.invars[0].aval.shape[0]
-    if not keys.is_permutation or keys.positions != Positions(num, None):
+    if not keys.has_all or keys.positions != Positions(num, None):
         return None
-    outs = [Fact(positions=Positions(num, None), is_permutation=True, bounds=keys.bounds)]
+    outs = [Fact(positions=Positions(num, None), has_all=True, bounds=keys.bounds)]
     for fact in others:
         if fact.order is order:
-            outs.append(fact._replace(order=None))
-        elif not fact.orders and fact.is_permutation and fact.positions == Positions(num, None):
-            outs.append(fact._replace(positions=Positions(num, order)))
+            outs.append(fact._replace(order=None, made_of=()))
+        elif not fact.orders and fact.has_all and fact.positions == Positions(num, None):
+            outs.append(fact._replace(positions=Positions(num, order), root=None))
         else:
             return None
     assert order is not None
@@ -483,7 +386,7 @@ def _put_back(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
     return outs
 
 
-def _gather(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _gather(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """A look-up of rows at positions: they come into the order of these."""
     (fact, at), positions = ins, ins[1].positions
     if positions is None or not at.orders or not _takes_rows(eqn):
@@ -496,29 +399,29 @@ def _gather(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     order = positions.order or at.order
     assert order is not None
     facts.rewrite(eqn, order)
-    return [fact._replace(order=at.order, dim=0, root=None, counts=None, is_permutation=False)]
+    return [Fact(at.order, positions=fact.positions, bounds=fact.bounds)]
 
 
-def _scatter(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """An update of rows at positions: they come out of the order of these."""
     if (found := _histogram(facts, eqn, ins)) is not None:
         return found
     (fact, at, new), positions = ins, ins[1].positions
     adds = eqn.primitive.name == "scatter-add"
-    if positions is None or not at.orders or not _puts_rows(eqn) or not (adds or at.is_permutation):
+    if positions is None or not at.orders or not _puts_rows(eqn) or not (adds or at.has_all):
         return None
     windows = eqn.params["dimension_numbers"].update_window_dims
     if eqn.invars[0].aval.shape[0] != positions.num or 0 in windows:
         return None
     order = positions.order or at.order
     assert order is not None
-    counted = new.is_permutation and not new.orders and new.positions == Positions(positions.num, None)
+    counted = new.has_all and not new.orders and new.positions == Positions(positions.num, None)
     inverse = counted and not adds and at.order is order and positions.order is None
     if not inverse and not _is_in(new, at.order) or not _is_in(fact, positions.order):
         return None
     facts.rewrite(eqn, order)
     if inverse:
-        return [new._replace(positions=Positions(positions.num, order))]
+        return [new._replace(positions=Positions(positions.num, order), root=None)]
     return [Fact(positions.order)]
 
 
@@ -543,10 +446,15 @@ def _puts_rows(eqn: Eqn) -> bool:
     operand, at, new = eqn.invars
     whole = operand.aval.ndim - 1 + at.aval.ndim - 1 == new.aval.ndim
     windows = [new.aval.shape[d] for d in numbers.update_window_dims]
-    return rows and whole and windows == [*operand.aval.shape[1:]] and not numbers.operand_batching_dims
+    return (
+        rows
+        and whole
+        and windows == [*operand.aval.shape[1:]]
+        and not numbers.operand_batching_dims
+    )
 
 
-def _histogram(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _histogram(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """`jnp.bincount`: ones added to zeros at each value; a histogram of what the indices are."""
     (zeros, at, ones), (operand, indices, _) = ins, eqn.invars
     if zeros.bounds != (0, 0) or ones.bounds != (1, 1) or operand.aval.ndim != 1:
@@ -555,164 +463,38 @@ def _histogram(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | Non
         return None
     inside = at.bounds[1] < operand.aval.shape[0]
     drops = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
-    if at.bounds[0] < 0 or not inside and not drops or at.lost or at.orders:
+    if at.bounds[0] < 0 or not inside and not drops or at.lost:
         return None
     return [Fact(counts=facts.root(indices))]
 
 
-def _ragged_dot(facts: _Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """The rows of each group by its matrix; or, in a backward pass, its rows by its rows."""
-    order, (lhs, rhs, sizes) = ins[0].order, ins[:3]
-    if order is None or order.num_values is None or len(ins) != 3 or sizes.orders:
+    (lhs, rhs, sizes, *others), order = ins, ins[0].order
+    if order is None or order.num_values is None or others or sizes.orders:
         return None
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), batch = numbers.dot_dimension_numbers
-    if any(batch) or lhs != Fact(order, lhs.dim) or [*numbers.lhs_ragged_dimensions] != [lhs.dim]:
+    of_rows = lhs.orders == {order} and [*numbers.lhs_ragged_dimensions] == [lhs.dim]
+    if any(batch) or not of_rows or eqn.params["group_offset"] is not None:
         return None
-    if eqn.params.get("group_offset") is not None:
-        return None
-    if lhs.dim not in lhs_sum:
-        if rhs.orders or lhs.dim != 0:
-            return None
-        facts.rewrite(eqn, order)
-        return [Fact(order)]
-    other = rhs_sum[[*lhs_sum].index(lhs.dim)]
-    if rhs != Fact(order, rhs.dim) or other != rhs.dim:
+    if lhs.dim in lhs_sum:
+        same = rhs.orders == {order} and rhs.order and rhs_sum[lhs_sum.index(lhs.dim)] == rhs.dim
+        found = NOTHING if same else None
+    else:
+        found = Fact(order) if not rhs.orders and lhs.dim == 0 else None
+    if found is None:
         return None
     facts.rewrite(eqn, order)
-    return [NOTHING]
+    return [found]
 
 
 _RULES = {
-    "reshape": _reshape, "broadcast_in_dim": _broadcast, "convert_element_type": _cast, "iota": _iota,
+    "reshape": _reshape, "squeeze": _reshape, "broadcast_in_dim": _broadcast, "iota": _iota,
+    "convert_element_type": _cast,
     "max": _extremes, "min": _extremes, "top_k": _index_of_extreme, "argmax": _index_of_extreme,
     "argmin": _index_of_extreme, "lt": _less, "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem,
     "div": _div, "add": _add, "select_n": _select, "sort": _sort, "gather": _gather, "scatter": _scatter,
     "scatter-add": _scatter, "ragged_dot_general": _ragged_dot,
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier", "name"), _same),
 }  # fmt: skip
-
-
-# -- the rewritten equations ------------------------------------------------------------------------------
-
-
-class _BlocksWriter(JaxprWriter):
-    """Writes the equations of sorted rows for each block by itself: `[rows, ...]` as `[num, rows, ...]`."""
-
-    def __init__(self, facts: _Facts):
-        super().__init__(None)  # type: ignore[arg-type]
-        self._facts, self._num = facts, facts.num
-        self._sizes: dict[tuple[Order, Atom], Atom] = {}
-
-    def write(self, eqn: Eqn, order: Order | None) -> None:
-        self.source, params = eqn, eqn.params
-        if order is None:
-            self.eqns.append(self.renamed(eqn))
-            return
-        ins = [*map(self.read, eqn.invars)]
-        if eqn.primitive.name == "sort":
-            outs = self.trace(_sorted, *ins, static=(self._num, params["num_keys"], params["is_stable"]))
-        elif eqn.primitive.name == "gather":
-            static = self._num, params["dimension_numbers"], params["slice_sizes"]
-            outs = self.trace(_taken, *ins, static=static)
-        elif eqn.primitive.name == "ragged_dot_general":
-            ins[2] = self._sizes_of_blocks(order, eqn.invars[2])
-            dims = self._facts.of(eqn.invars[0]).dim, self._facts.of(eqn.invars[1]).order and self._facts.of(eqn.invars[1]).dim
-            options = params["precision"], params["preferred_element_type"]
-            numbers = params["ragged_dot_dimension_numbers"]
-            outs = self.trace(_multiplied, *ins, static=(self._num, numbers, dims, options))
-        else:
-            adds = eqn.primitive.name == "scatter-add"
-            outs = self.trace(_updated, *ins, static=(self._num, params["dimension_numbers"], adds))
-        self.names |= zip(eqn.outvars, outs, strict=True)
-
-    def _sizes_of_blocks(self, order: Order, sizes: Atom) -> Atom:
-        """`[num, groups]`: how many rows of each block are in each group."""
-        if (order, sizes) not in self._sizes:
-            keys, fact = self.read(order.keys[0]), self._facts.of(sizes)
-            if fact.counts is order.root:
-                found = self.trace(_counted, keys, static=(self._num, sizes.aval.shape[0], sizes.aval.dtype))
-            else:
-                found = self.trace(_shared_out, keys, self.read(sizes), static=(self._num, order.num_values))
-            self._sizes[order, sizes] = found[0]
-        return self._sizes[order, sizes]
-
-
-def _in_blocks(num: int, x: jax.Array, dim: int = 0) -> jax.Array:
-    """Blocks of a dim, in front."""
-    shape = x.shape
-    blocks = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
-    return jnp.moveaxis(blocks, dim, 0) if dim else blocks
-
-
-def _sorted(num: int, num_keys: int, is_stable: bool, *xs: jax.Array) -> tuple[jax.Array, ...]:
-    blocks = [_in_blocks(num, x) for x in xs]
-    outs = lax.sort(blocks, dimension=1, num_keys=num_keys, is_stable=is_stable)
-    return tuple(out.reshape(x.shape) for out, x in zip(outs, xs, strict=True))
-
-
-def _within(num: int, rows: int, at: jax.Array) -> jax.Array:
-    """Positions of rows within their blocks."""
-    blocks = _in_blocks(num, at)
-    first = lax.broadcasted_iota(at.dtype, blocks.shape, 0) * jnp.asarray(rows // num, at.dtype)
-    return blocks - first
-
-
-def _taken(
-    num: int, numbers: Any, sizes: tuple[int, ...], x: jax.Array, at: jax.Array
-) -> jax.Array:
-    def take(rows: jax.Array, own: jax.Array) -> jax.Array:
-        return lax.gather(rows, own, numbers, sizes, mode=IN_BOUNDS)
-
-    found = jax.vmap(take)(_in_blocks(num, x), _within(num, x.shape[0], at))
-    return found.reshape(at.shape[0], *found.shape[2:])
-
-
-def _updated(
-    num: int, numbers: Any, adds: bool, x: jax.Array, at: jax.Array, new: jax.Array
-) -> jax.Array:
-    def update(rows: jax.Array, own: jax.Array, more: jax.Array) -> jax.Array:
-        return (lax.scatter_add if adds else lax.scatter)(rows, own, more, numbers, mode=IN_BOUNDS)
-
-    blocks = _in_blocks(num, x), _within(num, x.shape[0], at), _in_blocks(num, new)
-    return jax.vmap(update)(*blocks).reshape(x.shape)
-
-
-def _multiplied(
-    num: int, numbers: lax.RaggedDotDimensionNumbers, dims: tuple[int, int | None], options: Any,
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array,
-) -> jax.Array:  # fmt: skip
-    precision, dtype = options
-
-    def multiply(a: jax.Array, b: jax.Array, own: jax.Array) -> jax.Array:
-        return lax.ragged_dot_general(a, b, own, numbers, precision, dtype)
-
-    a = _in_blocks(num, lhs, dims[0])
-    if dims[1] is not None:  # Each block has a part of the sum over rows.
-        return jax.vmap(multiply)(a, _in_blocks(num, rhs, dims[1]), sizes).sum(0)
-    same = lax.broadcast_in_dim(rhs, (num, *rhs.shape), tuple(range(1, rhs.ndim + 1)))
-    found = jax.vmap(multiply)(a, same, sizes)
-    return found.reshape(lhs.shape[0], *found.shape[2:])
-
-
-def _counted(num: int, size: int, dtype: Any, keys: jax.Array) -> jax.Array:
-    """`[num, size]`: how often each block has each key."""
-
-    def count(own: jax.Array) -> jax.Array:
-        return jnp.zeros(size, dtype).at[own].add(1, mode="drop")
-
-    return jax.vmap(count)(_in_blocks(num, keys))
-
-
-def _shared_out(num: int, num_values: int, keys: jax.Array, sizes: jax.Array) -> jax.Array:
-    """How many rows of each block are in each group, where groups are of `sizes` rows of all blocks.
-
-    In the order of all rows those of a block with one key are a range; so are the rows of a group.
-    """
-    own = _counted(num, num_values, sizes.dtype, keys)
-    before = jnp.cumsum(own, axis=0) - own
-    total = own.sum(0)
-    start = (jnp.cumsum(total) - total + before)[:, :, None]
-    end, last = start + own[:, :, None], jnp.cumsum(sizes)
-    common = jnp.minimum(end, last) - jnp.maximum(start, last - sizes)
-    return jnp.maximum(common, 0).sum(1).astype(sizes.dtype)
