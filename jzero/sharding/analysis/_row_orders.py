@@ -22,7 +22,7 @@ rows of the whole batch in their places, and so does a result of the jaxpr: then
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,8 +69,9 @@ class Fact(NamedTuple):
       root: the value whose elements it has, in some order.
       counts: how many elements of the root equal 0, 1, ...: a histogram.
       is_uniform: whether all of its elements are equal.
-      made_of: `("sign", x)` or `("rem", x)`. Of booleans: true at most where x is zero (`("zero", x)`), where
-        it is not (`("other", x)`), or nowhere (`("never",)`).
+      made_of: `("sign", x)` or `("rem", x)`; x put at positions (`("put", x, at)`) and taken from there again
+        (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not (`("other", x)`),
+        nowhere (`("never",)`) or everywhere (`("always",)`).
       lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
     """
 
@@ -92,8 +93,9 @@ class Fact(NamedTuple):
         return self.lost.union(x for x in own if x is not None)
 
     @property
-    def is_never(self) -> bool:
-        return self.made_of == ("never",)
+    def chosen(self) -> int | None:
+        """What a `select_n` chooses by it, if it always is the same."""
+        return {("never",): 0, ("always",): 1}.get(self.made_of)
 
 
 NOTHING = Fact()
@@ -184,17 +186,20 @@ def _factor_of_rows(eqn: Eqn, ins: Sequence[Fact]) -> Factor | None:
 
 def _bounds(eqn: Eqn, ins: Sequence[Fact]) -> tuple[int, int] | None:
     """Of the result of an elementwise equation, as far as they are needed."""
-    name, own = eqn.primitive.name, [fact.bounds for fact in ins]
-    if name == "sign" and own[0] is not None:
-        return int(np.sign(own[0][0])), int(np.sign(own[0][1]))
-    if name == "select_n":
-        own = own[1:]
-    if name not in ("select_n", "max", "min") or not own or None in own:
+    name, found = eqn.primitive.name, [fact.bounds for fact in ins]
+    own = [bounds for bounds in (found[1:] if name == "select_n" else found) if bounds is not None]
+    if name not in _BOUNDS or len(own) < len(found) - (name == "select_n"):
         return None
-    lows, highs = zip(*(x for x in own if x is not None), strict=True)
-    if name == "max":
-        return max(lows), max(highs)
-    return min(lows), (min if name == "min" else max)(highs)
+    lows, highs = zip(*own, strict=True)
+    low, high = _BOUNDS[name]
+    result, types = (int(low(lows)), int(high(highs))), np.iinfo(eqn.outvars[0].aval.dtype)
+    return result if types.min <= result[0] <= result[1] <= types.max else None
+
+
+_BOUNDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "add": (sum, sum), "max": (max, max), "min": (min, min), "select_n": (min, max),
+    "sign": (lambda x: np.sign(x[0]), lambda x: np.sign(x[0])),
+}  # fmt: skip
 
 
 def _reshape(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -295,7 +300,7 @@ def _not_equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
 def _and(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     a, b = (fact.made_of for fact in ins)
     exclude = a[1:] == b[1:] != () and {a[0], b[0]} == {"zero", "other"}
-    never = exclude or any(fact.is_never for fact in ins)
+    never = exclude or any(fact.chosen == 0 for fact in ins)
     return [Fact(made_of=("never",))] if never else None
 
 
@@ -343,9 +348,20 @@ def _add(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    if not ins[0].is_never or len(ins) != 3:
+    case = ins[0].chosen
+    if case is None:
         return None
-    return [ins[1]._replace(root=facts.root(eqn.invars[1]))]
+    return [ins[1 + case]._replace(root=facts.root(eqn.invars[1 + case]))]
+
+
+def _equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    for fact, other in zip(ins, eqn.invars[::-1], strict=True):
+        if fact.made_of[:1] == ("same",) and fact.made_of[1] is other:
+            return [Fact(made_of=("always",))]
+    a, b = (fact.bounds for fact in ins)
+    if a is None or b is None or a[0] <= b[1] and b[0] <= a[1]:
+        return None
+    return [Fact(made_of=("never",))]
 
 
 def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -391,6 +407,9 @@ def _gather(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     (fact, at), positions = ins, ins[1].positions
     if positions is None or not at.orders or not _takes_rows(eqn):
         return None
+    if fact.made_of[:1] == ("put",) and fact.made_of[2] is eqn.invars[1] and at.order is not None:
+        facts.rewrite(eqn, at.order)
+        return [Fact(lost=fact.lost, made_of=("same", fact.made_of[1]))]
     offsets = eqn.params["dimension_numbers"].offset_dims
     if eqn.invars[0].aval.shape[0] != positions.num or 0 in offsets:
         return None
@@ -417,8 +436,15 @@ def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     assert order is not None
     counted = new.has_all and not new.orders and new.positions == Positions(positions.num, None)
     inverse = counted and not adds and at.order is order and positions.order is None
-    if not inverse and not _is_in(new, at.order) or not _is_in(fact, positions.order):
+    if not _is_in(fact, positions.order):
         return None
+    if not inverse and not _is_in(new, at.order):
+        if adds or new.orders or positions.order is not None:
+            return None
+        # JAX numbers what is put at indices to see, for a derivative, what of it is not overwritten.
+        facts.rewrite(eqn, order)
+        put = "put", eqn.invars[2], eqn.invars[1]
+        return [Fact(lost=frozenset({order}), bounds=new.bounds, made_of=put)]
     facts.rewrite(eqn, order)
     if inverse:
         return [new._replace(positions=Positions(positions.num, order), root=None)]
@@ -491,10 +517,10 @@ def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | Non
 
 _RULES = {
     "reshape": _reshape, "squeeze": _reshape, "broadcast_in_dim": _broadcast, "iota": _iota,
-    "convert_element_type": _cast,
-    "max": _extremes, "min": _extremes, "top_k": _index_of_extreme, "argmax": _index_of_extreme,
-    "argmin": _index_of_extreme, "lt": _less, "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem,
-    "div": _div, "add": _add, "select_n": _select, "sort": _sort, "gather": _gather, "scatter": _scatter,
-    "scatter-add": _scatter, "ragged_dot_general": _ragged_dot,
+    "convert_element_type": _cast, "max": _extremes, "min": _extremes, "top_k": _index_of_extreme,
+    "argmax": _index_of_extreme, "argmin": _index_of_extreme, "lt": _less, "eq": _equal,
+    "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem, "div": _div, "add": _add,
+    "select_n": _select, "sort": _sort, "gather": _gather, "scatter": _scatter, "scatter-add": _scatter,
+    "ragged_dot_general": _ragged_dot,
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier", "name"), _same),
 }  # fmt: skip
