@@ -1,4 +1,4 @@
-"""Eight models as their authors write them, what is compiled of them, and the ways to train each."""
+"""Nine models as their authors write them, what is compiled of them, and the ways to train each."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from experiments.rivals.models.flax_gpt import FlaxGPT
 from experiments.rivals.models.gpt import GPT
 from experiments.rivals.models.llama import Llama
 from experiments.rivals.models.mamba import Mamba
-from experiments.rivals.models.moe import MoE
+from experiments.rivals.models.moe import DroplessMoE, MoE
 from experiments.rivals.models.t5 import T5
 from experiments.rivals.models.unet import UNet
 
@@ -51,6 +51,7 @@ ROWS = {
     "our GPT": Row(GPT(**_gpt), small=GPT(**_small_gpt)),
     "T5": Row(T5(layers=24, dim=2048, heads=32, head_size=64, hidden=5120)),
     "MoE": Row(MoE(layers=24, dim=2048, heads=16, hidden=5632)),
+    "MoE without dropped tokens": Row(DroplessMoE(layers=24, dim=2048, heads=16, hidden=5632)),
     "Mamba": Row(Mamba(layers=48, dim=2048)),
     "DiT": Row(DiT(layers=12, dim=3072, heads=24), rows=4, scanned=False),
     "UNet": Row(

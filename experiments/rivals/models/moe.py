@@ -1,4 +1,4 @@
-"""A mixture of experts in plain JAX: top 2 of each token, by einsums with a capacity for each expert."""
+"""Mixtures of experts in plain JAX, top 2 of each token: einsums with a capacity, and sorts without one."""
 
 import dataclasses
 from typing import Any
@@ -88,3 +88,26 @@ class MoE:
 
     def weights(self, params: Any) -> Any:
         return self.annotate.weights(jax.tree.map(lambda w: w.astype(self.dtype), params))
+
+
+@dataclasses.dataclass(frozen=True)
+class DroplessMoE(MoE):
+    """Every token has both of its experts: tokens of all sequences are sorted by expert, and put back."""
+
+    def layer(self, x: jax.Array, params: Any) -> tuple[jax.Array, jax.Array]:
+        w, rows = self.weights(params), self.annotate.rows
+        h = rms_norm(x, w["attention_norm"])
+        x += attention(h, w, self.dim // self.heads, self.annotate)
+        h = rms_norm(x, w["mlp_norm"]).reshape(-1, self.dim)
+        probs = jax.nn.softmax((h @ w["router"]).astype(jnp.float32))
+        weights, chosen = jax.lax.top_k(probs, 2)
+        weights /= weights.sum(-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts)
+        hidden = jax.nn.gelu(rows(jax.lax.ragged_dot(rows(h[order // 2]), w["up"], sizes)))
+        outputs = rows(jax.lax.ragged_dot(hidden, w["down"], sizes))
+        back = rows(outputs[jnp.argsort(order)]).reshape(-1, 2, self.dim)
+        y = jnp.einsum("tkd,tk->td", back, weights.astype(self.dtype))
+        first = jax.nn.one_hot(chosen[:, 0], self.experts)
+        balance = self.experts * jnp.sum(probs.mean(0) * first.mean(0))
+        return rows(x + y.reshape(x.shape)), balance
