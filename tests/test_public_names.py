@@ -339,7 +339,7 @@ REASONS = {
         "takes functions: control flow, and what JAX builds of it, have tests of their own": """
             cond custom_linear_solve custom_root fori_loop map platform_dependent scan stage switch
             while_loop""",
-        "gathers rows, no rule yet (docs/what-is-missing.md)": "ragged_dot ragged_dot_general",
+        "groups of rows (test_row_orders.py)": "ragged_dot ragged_dot_general",
         "says where values lie (test_tensor_axes.py)": "with_sharding_constraint",
     },
     "special": {"of a number that is known while tracing": "bernoulli"},
