@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero.ir._regions import EdgeKind, Region, edges
@@ -193,8 +194,12 @@ def _multiplied(
         return lax.ragged_dot_general(a, b, own, numbers, precision, dtype)
 
     a = _in_blocks(num, lhs, dims[0])
-    if dims[1] is not None:  # Each block has a part of the sum over rows.
-        return jax.vmap(multiply)(a, _in_blocks(num, rhs, dims[1]), sizes).sum(0)
+    if (
+        dims[1] is not None
+    ):  # Each block has a part of the sum over rows, reduced in the product's dtype.
+        parts = jax.vmap(multiply)(a, _in_blocks(num, rhs, dims[1]), sizes)
+        total: jax.Array = lax.reduce(parts, np.zeros((), parts.dtype), lax.add, (0,))
+        return total
     same = lax.broadcast_in_dim(rhs, (num, *rhs.shape), tuple(range(1, rhs.ndim + 1)))
     found = jax.vmap(multiply)(a, same, sizes)
     return found.reshape(lhs.shape[0], *found.shape[2:])
