@@ -123,6 +123,14 @@ def _clear_caches():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def float64():
+    """JAX's 64-bit types, for all threads and not for a context: callbacks run in XLA's threads."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.fixture
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.

@@ -173,10 +173,10 @@ class Left:
             meet("tried")
         assert resume, f"{what}: not refused"
         assert given != "fresh", f"{what}: not refused"
-        assert_same(self.on_host(train_step, state), self.states[step], what)
+        small.assert_same(self.on_host(train_step, state), self.states[step], what)
         if step < NUM_STEPS:
             state, _ = train_step(state, batch(step + 1))
-            assert_same(self.on_host(train_step, state), self.states[step + 1], what)
+            small.assert_same(self.on_host(train_step, state), self.states[step + 1], what)
         return self.called("resumed", bit)
 
     @staticmethod
@@ -209,14 +209,9 @@ def without_files(state: Any) -> Any:
     )
 
 
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=what)
-
-
 def run(folder: pathlib.Path, way: str, num_devices: int, cases: int, seed: int) -> dict[str, int]:
     """So many cases of one way to have state in files; how many were refused, and resumed."""
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    mesh = small.mesh(data=num_devices)
     folder = folder / f"{way}, {num_devices}"
     left, rng = Left(folder, mesh, way), random.Random(f"{seed} {way}")
     tally = collections.Counter[str]()

@@ -5,6 +5,7 @@ import math
 
 import jax
 
+import small
 import zoo
 from small import grouped
 
@@ -18,7 +19,7 @@ def num_devices(axes):
 def check(name, axes, shard_train_step, options=None):
     """Trains `name` in float32 on a mesh with `axes`; `options` tell how many microbatches there are."""
     program, num = zoo.get(name), num_devices(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
+    mesh = small.mesh(**axes)
     options_of_step = {"in_specs": program.in_specs((*axes,)), **program.options}
     train_step = shard_train_step(program.step, mesh=mesh, **grouped(**options_of_step))
     batches = program.batches(NUM_STEPS)

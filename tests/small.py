@@ -1,15 +1,37 @@
-"""Steps of models so small that every leaf is below the default byte floor; options by single names.
+"""Meshes, options by single names, and steps of models so small that every leaf is below the byte floor.
 
 Tables and samplers of options draw each option by itself; `grouped` puts them into jzero's groups, by the
 names that they had in jzero 0.x.
 """
 
 import dataclasses
+import math
 from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
 
 import jzero
 from jzero._groups import GROUPS
 from jzero._moved_options import MOVED
+
+
+def mesh(kind: AxisType | None = None, **sizes: int) -> jax.sharding.Mesh:
+    """`mesh(data=4)`, `mesh(node=2, local=4)`: the first devices; axes are of JAX's default kind."""
+    kinds = None if kind is None else (kind,) * len(sizes)
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
+
+
+def auto_mesh(**sizes: int) -> jax.sharding.Mesh:
+    return mesh(AxisType.Auto, **sizes)
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Equal leaves, but for the sign of zero and what is in a NaN."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where)
 
 
 def grouped(**options: Any) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_bfloat16_gradients_of_many_microbatches_add_up_in_float32():
         return w - jax.grad(lambda w: jnp.sum(x @ w))(w)
 
     w, x = jnp.zeros(8, jnp.bfloat16), jnp.ones((64, 8), jnp.bfloat16).at[0].set(256)
-    train_step = small.shard_train_step(step, mesh=jax.make_mesh((1,), ("data",)), accumulate=64)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=1), accumulate=64)
     assert jnp.array_equal(train_step(w, x), jnp.full_like(w, -(256 + 63)))
 
 
@@ -161,9 +161,11 @@ def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):
         loss, grads = jax.value_and_grad(loss_fn)(w)
         return w - grads, loss
 
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
     train_step = small.shard_train_step(
-        step, mesh=mesh, microbatches=accumulate, axes=jzero.Axes(params="local", optimizer="local")
+        step,
+        mesh=small.mesh(node=2, local=4),
+        microbatches=accumulate,
+        axes=jzero.Axes(params="local", optimizer="local"),
     )
     w, x = jnp.eye(64), jax.random.normal(jax.random.key(0), (64, 64))
     found = train_step.describe(w, x)
@@ -297,8 +299,7 @@ def trained(step):
 @pytest.mark.parametrize(("num_devices", "k"), [(1, 1), (1, 8), (2, 4), (4, 1), (4, 2), (8, 8)])
 @pytest.mark.parametrize("written_for", ["the whole batch", "a device"])
 def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices, k):
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    options = dict(stage=stage, mesh=mesh, accumulate=k)
+    options = dict(stage=stage, mesh=small.mesh(data=num_devices), accumulate=k)
     if written_for == "a device":
         step = masked_step_of_a_device(mean_over_devices)
         sharded = small.shard_train_step(step, axis_name="batch", **options)
@@ -327,7 +328,7 @@ def test_to_a_step_of_a_device_each_microbatch_is_one():
     step = masked_step_of_a_device(plain_mean)
     found = []
     for num_devices, k in ((4, 1), (2, 2), (1, 4)):
-        mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+        mesh = small.mesh(data=num_devices)
         sharded = small.shard_train_step(
             step, axes=jzero.Axes(axis_name="batch"), mesh=mesh, microbatches=k
         )
@@ -478,7 +479,7 @@ def test_what_a_second_loop_computes_again_is_printed_once(k, capfd):
 
 @pytest.mark.slow
 def test_under_set_mesh():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    mesh = small.mesh(node=2, local=4)
     state = programs.abstract_state(MODEL, optax.sgd(1e-3))
     with jax.set_mesh(mesh):
         found = small.shard_train_step(programs.train_step, microbatches=K).describe(state, TOKENS)

@@ -107,13 +107,19 @@ def one_device(scan, recompute):
     return jax.device_get((state, losses))
 
 
-def check(scan, recompute, axes=None, **options):
-    """Trains on a mesh; every leaf and loss is one device's."""
-    axes = {"data": 8} if axes is None else axes
-    num = parity.num_devices(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
+ON_HOST: dict[str, Any] = {"offload_activations": jzero.PinnedHost()}
+BOTH: dict[str, Any] = {"offload_params": jzero.PinnedHost(device_bytes=2**14), **ON_HOST}
+
+
+def sharded(scan, recompute="blocks", **options):
     step = make_step(scan, recompute)
-    train_step = small.shard_train_step(step, mesh=mesh, in_specs={"key": jax.P()}, **options)
+    return small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
+
+
+def assert_trains_as_one_device(scan, recompute, axes=None, **options):
+    """On a mesh every leaf and loss is one device's."""
+    mesh = small.mesh(**axes or {"data": 8})
+    train_step = sharded(scan, recompute, mesh=mesh, **options)
     state, losses = train_step.shard(new_state(), *batches()[0]), []
     for batch in batches():
         state, loss = train_step(state, *batch)
@@ -123,12 +129,6 @@ def check(scan, recompute, axes=None, **options):
     zoo.assert_trees_close(jax.device_get((state, losses)), expected, zoo.FP32, "")
     return train_step
 
-
-BOTH: dict[str, Any] = {
-    "offload_params": jzero.PinnedHost(device_bytes=2**14),
-    "offload_activations": jzero.PinnedHost(),
-}
-moves = functools.partial(check, offload_activations=jzero.PinnedHost())
 
 WRITTEN = list(itertools.product([True, False], ["nothing", "blocks"]))
 NAMES = ["scanned", "scanned, remat", "unrolled", "unrolled, remat"]
@@ -140,7 +140,7 @@ two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=N
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_device_does(scan, recompute, stage):
-    moves(scan, recompute, stage=stage)
+    assert_trains_as_one_device(scan, recompute, stage=stage, **ON_HOST)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_trains_as_one_device_does(scan, recompute, stage):
     ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
 )
 def test_on_fewer_devices(scan, recompute, num, stage):
-    moves(scan, recompute, {"data": num}, stage=stage)
+    assert_trains_as_one_device(scan, recompute, {"data": num}, stage=stage, **ON_HOST)
 
 
 @pytest.mark.slow(but=[3])
@@ -168,7 +168,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     ids=str,
 )
 def test_with_other_options(scan, recompute, options):
-    moves(scan, recompute, **options)
+    assert_trains_as_one_device(scan, recompute, **ON_HOST, **options)
 
 
 @pytest.mark.parametrize(("scan", "recompute"), [(True, "nothing"), (False, "blocks")])
@@ -176,7 +176,7 @@ def test_one_device_moves_what_each_of_two_does(scan, recompute):
     """Though nothing differs between devices there."""
     plans = []
     for num in (1, 2):
-        train_step = moves(scan, recompute, {"data": num})
+        train_step = assert_trains_as_one_device(scan, recompute, {"data": num}, **ON_HOST)
         state, batch = new_state(), batches()[0]
         plans.append(train_step.describe(state, *batch).plan.activations)
     one, two = plans
@@ -192,10 +192,7 @@ def test_one_device_moves_what_each_of_two_does(scan, recompute):
              "maml_on_the_whole_batch", "batch_norm", "moe_with_balance_loss", "microbatch_scan",
              "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
-    step = functools.partial(
-        small.shard_train_step, memory=jzero.Memory(activations=jzero.PinnedHost())
-    )
-    parity.check(name, {"data": 4}, step)
+    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **ON_HOST))
 
 
 # -- where they are ------------------------------------------------------------------------------------
@@ -228,12 +225,7 @@ def shapes_on_host(atoms):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stacks_are_on_the_host_between_the_loops(stage):
     """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
-    train_step = small.shard_train_step(
-        make_step(True, "blocks"),
-        stage=stage,
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(True, stage=stage, **ON_HOST)
     stack = (LAYERS, ROWS // 8, WIDTH)
     forward, backward = loops_on_host(traced(train_step))
     assert forward[1] == [stack]
@@ -245,12 +237,7 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
 
 def test_an_iteration_fetches_for_the_next_one():
     """What a backward iteration computes with comes out of its carry, not out of the host's stack."""
-    train_step = small.shard_train_step(
-        make_step(True, "blocks"),
-        stage=2,
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(True, stage=2, **ON_HOST)
     loops = [e for e in equations(traced(train_step).jaxpr) if e.primitive.name == "scan"]
     body = _jaxpr.scan_parts(loops[1]).body
     fetched = [e.outvars[0] for e in body.eqns
@@ -263,11 +250,7 @@ def test_an_iteration_fetches_for_the_next_one():
 
 @pytest.mark.slow
 def test_values_of_unrolled_layers_leave_and_come_back():
-    train_step = small.shard_train_step(
-        make_step(False, "blocks"),
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(False, **ON_HOST)
     moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
     away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
     shape = (ROWS // 8, WIDTH)
@@ -278,11 +261,7 @@ def test_values_of_unrolled_layers_leave_and_come_back():
 
 @pytest.mark.slow
 def test_the_pass_is_printed():
-    train_step = small.shard_train_step(
-        make_step(True, "blocks"),
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(True, **ON_HOST)
     program = functools.partial(train_step.program, new_state(), *batches()[0])
     assert "<host>" not in str(program(after="tiles"))
     assert "<host>" in str(program(after="activations"))
@@ -292,11 +271,7 @@ def test_the_pass_is_printed():
 def test_values_wait_for_those_before(monkeypatch, limit):
     """What an unrolled forward pass goes on with waits for copies to the host, if they are many bytes."""
     monkeypatch.setattr(_residuals, "ON_THEIR_WAY", limit)
-    train_step = small.shard_train_step(
-        make_step(False, "blocks"),
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(False, **ON_HOST)
     jaxpr = train_step.program(new_state(), *batches()[0], after="activations").jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     waits = [e for e in barriers if not _jaxpr.is_on_host(e.invars[0].aval)
@@ -307,7 +282,7 @@ def test_values_wait_for_those_before(monkeypatch, limit):
 @pytest.mark.slow
 def test_small_ones_stay(monkeypatch):
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 4 * 2 * WIDTH + 1)  # A block input and a byte.
-    train_step = moves(True, "blocks")
+    train_step = assert_trains_as_one_device(True, "blocks", **ON_HOST)
     assert train_step.plan(new_state(), *batches()[0]).activations == ()
     text = str(train_step.describe(new_state(), *batches()[0]))
     assert "No activation is saved on the host" in text
@@ -334,7 +309,7 @@ def test_a_stack_that_is_read_whole():
               "head": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4}  # fmt: skip
     x, _ = batches()[0]
     expected = jax.device_get(jax.jit(step)(params, x))
-    for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
+    for options in (BOTH, ON_HOST):
         train_step = small.shard_train_step(step, **options)
         stack, *_ = train_step.plan(params, x).activations
         assert (stack.shape, stack.iterations) == ((LAYERS, ROWS // 8, WIDTH), 1)
@@ -357,14 +332,14 @@ UPDATES: dict[str, Any] = {
 @written
 @pytest.mark.parametrize("update", UPDATES)
 def test_beside_parameters_on_the_host(scan, recompute, update):
-    check(scan, recompute, **BOTH, **UPDATES[update])
+    assert_trains_as_one_device(scan, recompute, **BOTH, **UPDATES[update])
 
 
 @pytest.mark.slow
 @two_written
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_beside_parameters_on_fewer_devices(scan, recompute, num):
-    check(scan, recompute, {"data": num}, **BOTH)
+    assert_trains_as_one_device(scan, recompute, {"data": num}, **BOTH)
 
 
 @pytest.mark.slow
@@ -378,14 +353,14 @@ def test_beside_parameters_on_fewer_devices(scan, recompute, num):
 )
 @two_written
 def test_beside_parameters_with_other_options(scan, recompute, options):
-    check(scan, recompute, **BOTH | options)
+    assert_trains_as_one_device(scan, recompute, **BOTH | options)
 
 
 @pytest.mark.slow
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
     """For one layer's parameters: no iteration gathers ahead."""
-    check(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
+    assert_trains_as_one_device(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
 
 
 def little_room(scan):
@@ -398,7 +373,7 @@ def little_room(scan):
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_policies_of_the_step_beside_parameters(scan, recompute):
     for options in (BOTH, {"offload_params": BOTH["offload_params"]}):
-        train_step = check(scan, recompute, **options)
+        train_step = assert_trains_as_one_device(scan, recompute, **options)
         assert layered(train_step)._cut.waiting
 
 
@@ -420,9 +395,7 @@ def layered(train_step):
 def test_coming_defaults_keep_what_waits():
     """JAX's own names of values become other equations."""
     with samples.switched_on("jax_remat3"):
-        train_step = small.shard_train_step(
-            make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH
-        )
+        train_step = sharded(True, "blocks", **BOTH)
         assert layered(train_step)._cut.waiting
 
 
@@ -451,9 +424,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     monkeypatch.setattr(Execution, "_send", counted_send)
     monkeypatch.setattr(Execution, "_fetched", counted_fetch)
     options = BOTH | ({"offload_params": little_room(scan)} if little else {})
-    train_step = small.shard_train_step(
-        make_step(scan, recompute), in_specs={"key": jax.P()}, **options
-    )
+    train_step = sharded(scan, recompute, **options)
     state = train_step.shard(new_state(), *batches()[0])
     report = train_step.describe(state, *batches()[0])
     train_step(state, *batches()[0])
@@ -469,7 +440,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
 def test_no_program_makes_and_reads_what_waits():
     """However much room there is, an unrolled model's two passes are not in one program."""
     options = BOTH | {"offload_params": jzero.PinnedHost(device_bytes=2**30)}
-    parts = layered(check(False, "blocks", **options)).parts
+    parts = layered(assert_trains_as_one_device(False, "blocks", **options)).parts
     waits = {var for var in _layer_parts.offloaded(parts) if var.aval.ndim}
     assert len(waits) == LAYERS
     for part in parts:
@@ -484,12 +455,7 @@ def test_no_program_makes_and_reads_what_waits():
 
 @pytest.mark.slow
 def test_describe_lists_them():
-    train_step = small.shard_train_step(
-        make_step(True, "blocks"),
-        microbatches=2,
-        in_specs={"key": jax.P()},
-        memory=jzero.Memory(activations=jzero.PinnedHost()),
-    )
+    train_step = sharded(True, accumulate=2, **ON_HOST)
     found = train_step.describe(new_state(), *batches()[0])
     text = " ".join(str(found).split())
     assert (
@@ -505,18 +471,14 @@ def test_describe_lists_them():
         for way in ("to host", "to device")
         for elements in (16, 64)
     ]
-    without = small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()})
+    without = sharded(True)
     assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None
 
 
 @pytest.mark.slow
 def test_what_is_on_the_host_makes_another_plan():
     steps = [
-        small.shard_train_step(
-            make_step(True, "blocks"),
-            in_specs={"key": jax.P()},
-            memory=jzero.Memory(activations=policy),
-        )
+        sharded(True, offload_activations=policy)
         for policy in (jzero.NoOffload(), jzero.PinnedHost())
     ]
     here, there = (step.plan(new_state(), *batches()[0]) for step in steps)
@@ -532,7 +494,7 @@ def test_what_is_on_the_host_makes_another_plan():
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_policies_of_the_step(scan, recompute, stage):
-    train_step = check(scan, recompute, stage=stage)
+    train_step = assert_trains_as_one_device(scan, recompute, stage=stage)
     assert "<host>" in str(traced(train_step))
     assert not train_step.describe(
         new_state(), *batches()[0]
@@ -544,11 +506,11 @@ def test_policies_of_the_step(scan, recompute, stage):
 @pytest.mark.parametrize(
     "options",
     [{"accumulate": 2}, {"offload": jzero.PinnedHost()}, {"offload": jzero.HostCPU()},
-     {"offload_activations": jzero.PinnedHost()}],
+     ON_HOST],
     ids=str,
 )  # fmt: skip
 def test_policies_of_the_step_with_other_options(scan, options):
-    check(scan, "by name", **options)
+    assert_trains_as_one_device(scan, "by name", **options)
 
 
 @pytest.mark.slow
@@ -577,14 +539,11 @@ def test_padded_rows_with_policies_of_the_step():
     ids=str,
 )
 def test_the_policy(policy, text):
-    make = functools.partial(
-        jzero.shard_train_step, make_step(True), memory=jzero.Memory(activations=policy)
-    )
     if text is None:
-        assert "<host>" not in str(traced(make(in_specs={"key": jax.P()})))
+        assert "<host>" not in str(traced(sharded(True, offload_activations=policy)))
         return
     with pytest.raises(jzero.OptionError, match="offload_activations=") as caught:
-        make()
+        sharded(True, offload_activations=policy)
     assert text in str(caught.value)
     assert "Use offload_activations=jzero.PinnedHost(), or drop it." in str(caught.value)
 
@@ -592,7 +551,7 @@ def test_the_policy(policy, text):
 @pytest.mark.parametrize(
     ("recompute", "options", "error", "text"),
     [
-        ("blocks", {"offload_activations": jzero.PinnedHost()}, jzero.OptionError,
+        ("blocks", ON_HOST, jzero.OptionError,
          "Memory(activations=PinnedHost()) on GPUs with JAX "),
         ("by name", {}, jzero.StepError, "a loop makes float32[4, 16, 16] at "),
     ],
@@ -602,14 +561,12 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     """It trains wrong there without a word (XLA), so that it is refused."""
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
-    step = make_step(True, recompute)
-    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
+    train_step = sharded(True, recompute, **options)
     with pytest.raises(error, match=re.escape(text)) as caught:
         train_step.plan(new_state(), *batches()[0])
     assert "Use JAX 0.11.1 or newer" in str(caught.value)
-    small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()}).plan(
-        new_state(), *batches()[0]
-    )  # Without stacks on the host nothing is refused.
+    # Without stacks on the host nothing is refused.
+    sharded(True).plan(new_state(), *batches()[0])
 
 
 @pytest.mark.parametrize(
@@ -621,9 +578,7 @@ def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refu
     """Layers that are programs of their own have no stack on the host within a program."""
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
-    train_step = small.shard_train_step(
-        make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH, **options
-    )
+    train_step = sharded(True, "blocks", **BOTH, **options)
     if not refused:
         assert train_step.plan(new_state(), *batches()[0]).activations
         return
@@ -632,5 +587,5 @@ def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refu
 
 
 def test_the_platform_of_a_mesh():
-    assert _host_memory.platform_of(jax.make_mesh((8,), ("data",))) == "cpu"
+    assert _host_memory.platform_of(small.mesh(data=8)) == "cpu"
     assert _host_memory.platform_of(jax.sharding.AbstractMesh((8,), ("data",))) == "cpu"

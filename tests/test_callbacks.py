@@ -55,9 +55,8 @@ def make_step(alarm, how):
 )
 def test_all_devices_fail_together(options, how):
     alarm = Alarm()
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     train_step = small.shard_train_step(
-        make_step(alarm, how), mesh=mesh, min_shard_bytes=0, **options
+        make_step(alarm, how), mesh=small.mesh(data=4), min_shard_bytes=0, **options
     )
     x = jnp.ones((8, 16))
     state, loss = train_step(train_step.init(new_state), x)

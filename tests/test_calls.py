@@ -32,7 +32,9 @@ from zoo.calls import (
 )
 
 
-def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 2, **kwargs: Any):
+def assert_same_training(
+    train_step: Any, reference: Any, *args: Any, num_steps: int = 2, **kwargs: Any
+):
     """Both are called alike, twice, and must give the same states and metrics."""
     actual, expected = make_state(), make_state()
     for i in range(num_steps):
@@ -51,7 +53,7 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
 def test_calls_like_jit(name):
     case = CASES[name]
     train_step = small.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
-    same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
+    assert_same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
 
 
 def test_state_by_keyword():
@@ -82,7 +84,7 @@ def test_keys_are_those_of_one_device(make_key, container):
         return {**state, "params": params, "opt": opt}, {"loss": loss, "kept": kept}
 
     rngs = {"dropout": make_key(5), "params": make_key(6)} if container == "dict" else make_key(5)
-    same_training(small.shard_train_step(step), jax.jit(step), X, Y, rngs=rngs)
+    assert_same_training(small.shard_train_step(step), jax.jit(step), X, Y, rngs=rngs)
 
 
 @pytest.mark.slow
@@ -94,7 +96,7 @@ def test_keys_of_a_written_step_are_folded_with_the_device(make_key):
         return pmapped("batch")(state, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
     train_step = small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"))
-    same_training(train_step, jax.jit(zoo.on_shards(step, 8, "batch")), X, Y, make_key(5))
+    assert_same_training(train_step, jax.jit(zoo.on_shards(step, 8, "batch")), X, Y, make_key(5))
 
 
 def pmapped(axis_name: str) -> Callable[..., Any]:
@@ -119,7 +121,7 @@ def test_own_axis_name(shape):
     train_step = small.shard_train_step(
         step, axes=jzero.Axes(axis_name="batch"), mesh=make_mesh(shape)
     )
-    same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
+    assert_same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
 
 
 @pytest.mark.slow
@@ -127,7 +129,7 @@ def test_own_axis_name_is_the_mesh_axis():
     """A step that was written for `jax.shard_map` over the mesh's axis needs no option."""
     step = pmapped("data")
     train_step = small.shard_train_step(step, mesh=make_mesh({"data": 8}))
-    same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="data")), X, Y)
+    assert_same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="data")), X, Y)
 
 
 @pytest.mark.slow
@@ -145,9 +147,11 @@ def test_decorator():
     def by_partial(state, x, y, config):
         return with_config(state, x, y, config)
 
-    same_training(with_options, jax.jit(train), X, Y)
-    same_training(bare, jax.jit(train), X, Y)
-    same_training(by_partial, jax.jit(with_config, static_argnames="config"), X, Y, config=Config())
+    assert_same_training(with_options, jax.jit(train), X, Y)
+    assert_same_training(bare, jax.jit(train), X, Y)
+    assert_same_training(
+        by_partial, jax.jit(with_config, static_argnames="config"), X, Y, config=Config()
+    )
     assert (with_options.__name__, with_options.__doc__) == ("with_options", "Docs.")
     assert with_options.__wrapped__(make_state(), X, Y)[1]["loss"].shape == ()
 
@@ -164,8 +168,8 @@ def test_inside_jit():
     def reference(state, x, y):
         return train(train(state, x, y)[0], x, y)
 
-    same_training(twice, jax.jit(reference), X, Y, num_steps=1)
-    same_training(jax.jit(train_step), jax.jit(train), X, Y)
+    assert_same_training(twice, jax.jit(reference), X, Y, num_steps=1)
+    assert_same_training(jax.jit(train_step), jax.jit(train), X, Y)
 
 
 @pytest.mark.slow
@@ -173,7 +177,7 @@ def test_compiler_options_of_jit():
     """Several collectives under way are an option of XLA's, which a sharded step takes as any function."""
     limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
     train_step = small.shard_train_step(train)
-    same_training(jax.jit(train_step, compiler_options=limit), jax.jit(train), X, Y)
+    assert_same_training(jax.jit(train_step, compiler_options=limit), jax.jit(train), X, Y)
     donating = jax.jit(train_step, donate_argnums=0, compiler_options=limit)
     state = train_step.shard(make_state(), X, Y)
     donating(state, X, Y)
@@ -191,7 +195,7 @@ def test_inside_scan_inside_jit():
         return jax.jit(run)
 
     xs, ys = np.stack([X, X + 1, X - 1]), np.stack([Y, Y, Y + 1])
-    same_training(many(small.shard_train_step(train)), many(train), xs, ys, num_steps=1)
+    assert_same_training(many(small.shard_train_step(train)), many(train), xs, ys, num_steps=1)
 
 
 def test_eval_shape():
@@ -274,7 +278,7 @@ def test_a_state_that_was_never_placed_under_an_outer_jit(axis_type):
 def test_meshes(shape, first):
     mesh = make_mesh(shape, first=first)
     train_step = small.shard_train_step(train, mesh=mesh)
-    same_training(train_step, jax.jit(train), X, Y)
+    assert_same_training(train_step, jax.jit(train), X, Y)
     weights = train_step.shard(make_state(), X, Y)["params"]["w"]
     assert weights.sharding.device_set == set(mesh.devices.flat)
     assert weights.addressable_shards[0].data.size * mesh.size == weights.size
@@ -344,7 +348,7 @@ def test_state_that_numpy_has_a_view_of_is_donated(stage, name):
 @pytest.mark.slow
 def test_a_thread_may_read_the_state_of_a_step_that_runs():
     """[Note: what JAX 0.10 leaves alive] Deleting what a thread reads ends the process there."""
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    mesh = small.mesh(data=1)
     train_step = small.shard_train_step(
         lambda s, x: (jax.tree.map(lambda w: w + x.sum(), s), 0.0), mesh=mesh
     )
@@ -387,8 +391,9 @@ def test_unplaced_state_survives():
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()], ids=str)
 def test_what_was_unsharded_is_kept(offload, num_devices):
     """The best parameters so far, of which some rest whole: the next step does not consume them."""
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = small.shard_train_step(train, mesh=mesh, stage=1, memory=offload)
+    train_step = small.shard_train_step(
+        train, mesh=small.mesh(data=num_devices), stage=1, memory=offload
+    )
     state, _ = train_step(make_state(), X, Y)
     best = train_step.unshard(state)
     expected = zoo.to_host(best)
@@ -496,7 +501,7 @@ def test_batch_that_is_already_split():
     mesh = make_mesh({"data": 8})
     x, y = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (X, Y))
     train_step = small.shard_train_step(train, mesh=mesh)
-    same_training(train_step, lambda state, *_: jax.jit(train)(state, X, Y), x, y)
+    assert_same_training(train_step, lambda state, *_: jax.jit(train)(state, X, Y), x, y)
     assert not x.is_deleted()
 
 

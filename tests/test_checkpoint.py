@@ -317,7 +317,7 @@ READERS = """
             return restore(manager)["state"]
 
     whole = ocp.PyTreeCheckpointer().restore(STATE)
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    mesh = small.mesh(x=4)
     def target(x):
         split = jax.P("x") if x.ndim and x.shape[0] % 4 == 0 else jax.P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, split))

@@ -36,10 +36,9 @@ def named(tiers: tuple[str, str]) -> str:
 def steps(tiers: tuple[str, str], num: int) -> tuple[Any, Any]:
     """A train step on so many devices, and an evaluation of its states."""
     state, params = tiers
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
         make_step(True, CLIPPED),
-        mesh=mesh,
+        mesh=small.mesh(data=num),
         memory=jzero.Memory(optimizer=STATE[state], params=PARAMS[params]),
     )
     return train_step, jzero.shard_eval_step(evaluate, like=train_step)
@@ -99,16 +98,11 @@ def test_training_goes_on_in_another_tier(source, target, before, after, saved, 
         restored = checkpointer.restore(jax.eval_shape(make), batch(1))
     for name, tier in (("opt_state", target[0]), ("params", target[1])):
         assert {tier_of(x) for x in jax.tree.leaves(restored[name])} == {tier}
-    assert_same(zoo.to_host(restored), state)
+    small.assert_same(zoo.to_host(restored), state)
     np.testing.assert_allclose(
         eval_step(restored, batch(2)), evaluate(trained, batch(2)), rtol=1e-5
     )
     placed = train_step.shard(state, batch(1))
     went_on = zoo.to_host(train_step(restored, batch(1)))
-    assert_same(went_on, zoo.to_host(train_step(placed, batch(1))))
+    small.assert_same(went_on, zoo.to_host(train_step(placed, batch(1))))
     zoo.assert_trees_close(went_on, (expected, metrics), zoo.FP32, "the step after")
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for a, d in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, d)

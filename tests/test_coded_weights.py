@@ -11,18 +11,14 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 
 import jzero
+import small
 from jzero.sharding.plan import _make
 from small import grouped
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32, rotate=True)
 D, LAYERS, VOCAB, CONTEXT = 128, 3, 130, 6
-
-
-def mesh_of(num):
-    return jax.make_mesh((num,), ("data",), (AxisType.Auto,), devices=jax.devices()[:num])
 
 
 def new_params(dtype=jnp.float32):
@@ -110,7 +106,7 @@ def test_generates_what_one_device_generates_with_what_codes_say(
     tokens = np.arange(4, dtype=np.int32)
     fn = functools.partial(generate, compute=compute)
     eval_step: Any = jzero.shard_eval_step(
-        fn, weight_dtype=codes, mesh=mesh_of(num), **grouped(**options)
+        fn, weight_dtype=codes, mesh=small.auto_mesh(data=num), **grouped(**options)
     )
     coded = eval_step.shard(new_params(dtype), tokens)
     assert len(coded_leaves(coded)) == 5
@@ -149,7 +145,7 @@ def by_hand(w, dim, num, blocks, first):
 @pytest.mark.parametrize("num", [1, 4])
 def test_each_part_of_each_matrix_has_blocks_of_its_own(num):
     blocks, tokens, params = jzero.Blocks("int8", size=64), np.arange(4), new_params()
-    eval_step = jzero.shard_eval_step(generate, weight_dtype=blocks, mesh=mesh_of(num))
+    eval_step = jzero.shard_eval_step(generate, weight_dtype=blocks, mesh=small.auto_mesh(data=num))
     coded = eval_step.shard(params, tokens)
     for x, w in zip(jax.tree.leaves(coded), jax.tree.leaves(params), strict=True):
         if not getattr(x, "codes", None):
@@ -188,7 +184,7 @@ def by_index(w, x):
 def test_rows_of_stacks(shape, rows, fn):
     w = np.random.default_rng(0).normal(size=shape).astype(np.float32) * shape[-1] ** -0.5
     blocks, x = jzero.Blocks("int8", size=64), np.ones((4, shape[-1]), np.float32)
-    eval_step = jzero.shard_eval_step(fn, weight_dtype=blocks, mesh=mesh_of(4))
+    eval_step = jzero.shard_eval_step(fn, weight_dtype=blocks, mesh=small.auto_mesh(data=4))
     coded = eval_step.shard(w, x)
     assert coded.storage.shape == rows
     assert_as_one_device(eval_step, coded, x, tolerance=1e-4)  # hundreds of layers
@@ -206,7 +202,7 @@ def test_an_index_far_below_zero_is_clamped_and_counted_from_the_end_once():
 
     w, x = new_params()["stack"], np.ones((4, 128), np.float32)
     w = np.concatenate([w, 2 * w])
-    eval_step = jzero.shard_eval_step(fn, weight_dtype=jnp.int8, mesh=mesh_of(2))
+    eval_step = jzero.shard_eval_step(fn, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=2))
     coded = eval_step.shard(w, x, jnp.int32(0))
     for i in (-1, -len(w) - 1, -len(w) - 2, len(w) + 1):
         assert_as_one_device(eval_step, coded, x, jnp.int32(i))
@@ -216,7 +212,9 @@ def test_an_index_far_below_zero_is_clamped_and_counted_from_the_end_once():
 def test_what_is_not_finite_comes_back_and_is_no_error():
     w = np.ones((256, 128), np.float32)
     w[0, 0], w[5, 5] = np.inf, np.nan
-    eval_step = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=jnp.int4, mesh=mesh_of(2))
+    eval_step = jzero.shard_eval_step(
+        lambda w, x: x @ w, weight_dtype=jnp.int4, mesh=small.auto_mesh(data=2)
+    )
     coded = eval_step.shard(w, np.ones((4, 256), np.float32))
     found = np.asarray(coded)
     assert np.isinf(found[0, 0])
@@ -229,12 +227,16 @@ def test_what_is_not_finite_comes_back_and_is_no_error():
 def test_a_decoding_loop_keeps_codes_where_weights_have_no_room(monkeypatch):
     """Between what is kept decoded, and what is gathered in every turn: codes, which each turn decodes."""
     tokens, params = np.arange(4), new_params()
-    eval_step: Any = jzero.shard_eval_step(generate, weight_dtype=jnp.int8, mesh=mesh_of(4))
+    eval_step: Any = jzero.shard_eval_step(
+        generate, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=4)
+    )
     whole = sum(x.size * 4 for x in coded_leaves(eval_step.shard(params, tokens)))
     found = {}
     for room in (2 * whole, whole // 2, whole // 8):
         monkeypatch.setattr(_make, "_loop_bytes", lambda setting, room=room: room)
-        eval_step = jzero.shard_eval_step(generate, weight_dtype=jnp.int8, mesh=mesh_of(4))
+        eval_step = jzero.shard_eval_step(
+            generate, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=4)
+        )
         coded = eval_step.shard(params, tokens)
         assert_as_one_device(eval_step, coded, tokens)
         traffic = eval_step.describe(coded, tokens).to_dict()["traffic"]
@@ -249,7 +251,7 @@ def test_a_decoding_loop_keeps_codes_where_weights_have_no_room(monkeypatch):
 
 def test_other_evaluations_read_what_one_has_coded():
     tokens, params = np.arange(4), new_params()
-    eval_step = jzero.shard_eval_step(generate, weight_dtype=jnp.int8, mesh=mesh_of(2))
+    eval_step = jzero.shard_eval_step(generate, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=2))
     coded = eval_step.shard(params, tokens)
 
     def norms(params, x):
@@ -265,7 +267,7 @@ def test_other_evaluations_read_what_one_has_coded():
             "cond": lax.cond(x.sum() > 0, lambda w: w[0], lambda w: w[1].T, params["stack"]),
         }
 
-    other = jzero.shard_eval_step(norms, mesh=mesh_of(2))
+    other = jzero.shard_eval_step(norms, mesh=small.auto_mesh(data=2))
     assert_as_one_device(other, coded, np.ones((4, D), np.float32))
     assert not coded_leaves(other(coded, np.ones((4, D), np.float32)))
     assert coded["stack"].shape == (2, D, D)
@@ -289,7 +291,9 @@ def test_the_state_of_a_training_is_coded_where_it_lies():
     x, key = np.ones((8, 130), np.float32), jax.random.key(0)
     params = {"in": jax.random.normal(key, (130, 256)), "out": jax.random.normal(key, (256, 66))}
     for options in ({"stage": 1}, {"offload_params": jzero.PinnedHost(device_bytes=2**20)}, {}):
-        train_step = jzero.shard_train_step(step_fn, mesh=mesh_of(4), **grouped(**options))
+        train_step = jzero.shard_train_step(
+            step_fn, mesh=small.auto_mesh(data=4), **grouped(**options)
+        )
         state, _ = train_step((params, tx.init(params)), x)
         eval_step = jzero.shard_eval_step(predict, like=train_step, weight_dtype=jnp.int4)
         coded = eval_step.shard(state[0], x)
@@ -308,7 +312,9 @@ def test_bytes_at_rest_and_on_the_way_are_described():
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
     params = jax.eval_shape(lambda: new_params(jnp.bfloat16))
     eval_step: Any = jzero.shard_eval_step(
-        functools.partial(generate, compute=jnp.bfloat16), weight_dtype=jnp.int8, mesh=mesh_of(4)
+        functools.partial(generate, compute=jnp.bfloat16),
+        weight_dtype=jnp.int8,
+        mesh=small.auto_mesh(data=4),
     )
     report = eval_step.describe(params, tokens)
     found = report.to_dict()["weights"]
@@ -341,7 +347,7 @@ def test_rows_are_saved_and_restored_without_the_weights(tmp_path):
     def predict(params, x):
         return x @ params["w"][0] @ params["w"][1] + params["bias"].mean()
 
-    eval_step = jzero.shard_eval_step(predict, weight_dtype=jnp.int8, mesh=mesh_of(4))
+    eval_step = jzero.shard_eval_step(predict, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=4))
     coded = eval_step.shard(params, x)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "rows", eval_step.rows(coded))
@@ -355,13 +361,13 @@ def test_rows_are_saved_and_restored_without_the_weights(tmp_path):
         assert type(a) is type(b)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     np.testing.assert_array_equal(eval_step(found, x), eval_step(coded, x))
-    other = jzero.shard_eval_step(predict, weight_dtype=jnp.int8, mesh=mesh_of(2))
+    other = jzero.shard_eval_step(predict, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=2))
     with pytest.raises(
         jzero.StateError,
         match=r"state\['w'\] is uint8\[2, 4, 4160\], and its rows are uint8\[2, 2, 8",
     ):
         other.from_rows(restored, shapes, x)
-    train_step = jzero.shard_train_step(lambda params, x: (params, x), mesh=mesh_of(4))
+    train_step = jzero.shard_train_step(lambda params, x: (params, x), mesh=small.auto_mesh(data=4))
     with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpoints:
         with pytest.raises(jzero.StateError, match="w is quantized; eval_step.rows gives it"):
             checkpoints.save(1, coded)
@@ -373,7 +379,7 @@ def test_what_cannot_be_obeyed_is_refused():
     def predict(w, x):
         return x @ w
 
-    make: Any = functools.partial(jzero.shard_eval_step, predict, mesh=mesh_of(4))
+    make: Any = functools.partial(jzero.shard_eval_step, predict, mesh=small.auto_mesh(data=4))
     eval_step = make(weight_dtype=jnp.int8)
     coded = eval_step.shard(w, x)
     tiles = jzero.Comm(tile_bytes=1024)
@@ -399,13 +405,15 @@ def test_what_cannot_be_obeyed_is_refused():
         ("and the step is called under an outer jax.jit", lambda: jax.jit(eval_step)(w, x)),
         (
             r"was quantized on the mesh {'data': 4}, and is read on {'data': 2}",
-            lambda: jzero.shard_eval_step(predict, mesh=mesh_of(2))(coded, x),
+            lambda: jzero.shard_eval_step(predict, mesh=small.auto_mesh(data=2))(coded, x),
         ),
     ]
     for text, call in calls:
         with pytest.raises((jzero.OptionError, jzero.StateError), match=text):
             call()
-    alone: Any = jzero.shard_eval_step(lambda w: w @ w, weight_dtype=jnp.int8, mesh=mesh_of(4))
+    alone: Any = jzero.shard_eval_step(
+        lambda w: w @ w, weight_dtype=jnp.int8, mesh=small.auto_mesh(data=4)
+    )
     assert isinstance(alone.shard(w), jzero.LeafArray)  # there are no others
     coded.delete()
     with pytest.raises(jzero.StateError, match=r"LeafArray\(shape=\(128, 128\).*already donated"):

@@ -148,8 +148,9 @@ def trained(name, make, rows=ROWS, donates=True):
 
 
 def check(name, num_devices, k, rows=ROWS, **options):
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=k, **options)
+    make = functools.partial(
+        small.shard_train_step, mesh=small.mesh(data=num_devices), accumulate=k, **options
+    )
     expected, actual = trained(name, jax.jit, rows), trained(name, make, rows)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert want.dtype == got.dtype
@@ -200,8 +201,7 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
 
     w = jax.random.normal(jax.random.key(0), (3, 3))
     x = jax.random.normal(jax.random.key(1), (16, 3))
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    new, loss = small.shard_train_step(step, microbatches=2, mesh=mesh)(w, x)
+    new, loss = small.shard_train_step(step, microbatches=2, mesh=small.mesh(data=4))(w, x)
     wanted = jax.jit(step)(w, x)
     np.testing.assert_allclose(new, wanted[0], rtol=1e-5)
     np.testing.assert_allclose(loss, wanted[1], rtol=1e-5)
@@ -209,8 +209,9 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
 
 @pytest.mark.slow
 def test_over_two_axes():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
-    make = functools.partial(small.shard_train_step, mesh=mesh, microbatches=2)
+    make = functools.partial(
+        small.shard_train_step, mesh=small.mesh(node=2, local=4), microbatches=2
+    )
     expected, actual = trained("clip", jax.jit), trained("clip", make)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -252,8 +253,7 @@ def test_what_is_the_largest_of_all_rows_is_so_in_every_loop(k):
     x = np.random.default_rng(k).normal(size=(48, 8)).astype(np.float32)
     w = jnp.asarray(np.random.default_rng(9).normal(size=(8, 5)), jnp.float32)
     expected = jax.jit(step)(w, x)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    actual = small.shard_train_step(step, mesh=mesh, microbatches=k)(w, x)
+    actual = small.shard_train_step(step, mesh=small.mesh(data=4), microbatches=k)(w, x)
     assert np.abs(expected[1]["g"]).max() > 0.01
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -272,9 +272,8 @@ def test_a_step_of_its_own_collectives_gathers_in_the_order_of_devices(dim, tile
         return w - jax.lax.pmean(grads, "batch"), {"rows": rows, "most": most}
 
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     run = small.shard_train_step(
-        step, axes=jzero.Axes(axis_name="batch"), mesh=mesh, microbatches=2
+        step, axes=jzero.Axes(axis_name="batch"), mesh=small.mesh(data=4), microbatches=2
     )
     new, out = run(jnp.eye(4), x)
     of_parts = jax.vmap(step, in_axes=(None, 0), axis_name="batch")

@@ -49,8 +49,7 @@ def new_state():
 
 
 def sharded(policy):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    return small.shard_train_step(step_fn, mesh=mesh, memory=policy)
+    return small.shard_train_step(step_fn, mesh=small.mesh(data=2), memory=policy)
 
 
 def whole(train_step, state):

@@ -12,6 +12,7 @@ from jax import lax
 
 import facts
 import jzero
+import small
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, trip_count
@@ -47,7 +48,7 @@ def analysed():
 
 
 def zoo_step(name):
-    entry, mesh = zoo.get(name), jax.make_mesh((8,), ("data",))
+    entry, mesh = zoo.get(name), small.mesh(data=8)
     with analysed() as found:
         train_step = jzero.shard_train_step(entry.step, mesh=mesh, **grouped(**entry.options))
         train_step.plan(jax.eval_shape(entry.init), *entry.batches(1)[0])

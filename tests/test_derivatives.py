@@ -9,23 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 from small import grouped
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
-
-
-@pytest.fixture(autouse=True)
-def _in_float64():
-    with jax.enable_x64(True):
-        yield
-
-
-def mesh_of(num: int, kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((num,), ("data",), (kind,), devices=jax.devices()[:num])
 
 
 @jax.custom_vjp
@@ -161,7 +154,7 @@ def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equal_those_of_the_plain_step(loss, trains, num):
-    step = sharded(train_step_of(loss) if trains else loss, trains, mesh_of(num))
+    step = sharded(train_step_of(loss) if trains else loss, trains, small.auto_mesh(data=num))
     state = step.shard(params_of())
     assert isinstance(state["a"], jzero.LeafArray) == (num > 2)
     take = jax.jit(lambda w, x: derivatives(step, w, x, loss is straight_through))
@@ -172,11 +165,11 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
 @pytest.mark.slow
 def test_without_jit():
     for loss in (straight_through, max_over_rows):
-        step = sharded(loss, False, mesh_of(8))
+        step = sharded(loss, False, small.auto_mesh(data=8))
         state = step.shard(params_of())
         found = derivatives(step, state, batch_of(), loss is straight_through)
         assert_close(found, plain(loss, False))
-    step = sharded(train_step_of(relu_at_zero), True, mesh_of(8), donate=False)
+    step = sharded(train_step_of(relu_at_zero), True, small.auto_mesh(data=8), donate=False)
     found = derivatives(step, step.shard(params_of()), batch_of())
     assert_close(found, plain(relu_at_zero, True))
 
@@ -184,7 +177,7 @@ def test_without_jit():
 @pytest.mark.slow
 def test_hessians_and_batches_of_gradients():
     w, x = params_of(), batch_of()[:8]
-    step = sharded(max_over_rows, False, mesh_of(8))
+    step = sharded(max_over_rows, False, small.auto_mesh(data=8))
     state, several = step.shard(w), jnp.stack([x, 2 * x, -x])
     for take, given in ((jax.hessian, x), (lambda f: jax.vmap(jax.grad(f)), several)):
         expected = take(lambda x: max_over_rows(w, x))(given)
@@ -200,7 +193,7 @@ def test_one_of_many_is_traced_once():
         times.append(None)
         return max_over_rows(w, x)
 
-    step, x = sharded(loss, False, mesh_of(8)), batch_of()
+    step, x = sharded(loss, False, small.auto_mesh(data=8)), batch_of()
     state = step.shard(params_of())
     for _ in range(3):
         jax.grad(lambda x: step(state, x))(x)
@@ -210,7 +203,7 @@ def test_one_of_many_is_traced_once():
 
 
 def test_gradients_lie_as_what_they_are_of():
-    mesh = mesh_of(8)
+    mesh = small.auto_mesh(data=8)
 
     def loss(w, x):
         return jnp.sum(jnp.max(x @ w, axis=0) ** 2)
@@ -231,7 +224,7 @@ def test_gradients_lie_as_what_they_are_of():
 # What a step closes over is differentiated, too.
 @pytest.mark.slow
 def test_what_a_step_closes_over():
-    mesh, w, x = mesh_of(8), params_of(), batch_of()
+    mesh, w, x = small.auto_mesh(data=8), params_of(), batch_of()
 
     def made(scale, shard):
         def loss(w, x):
@@ -259,7 +252,7 @@ def test_what_a_step_closes_over():
 
 @pytest.mark.slow
 def test_beside_automatic_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, model=2)
 
     def constrained(w, x):
         h = jax.lax.with_sharding_constraint(x @ w["c"], P(None, "model"))
@@ -278,7 +271,7 @@ def test_beside_automatic_axes():
 
 @pytest.mark.slow
 def test_under_explicit_axes():
-    mesh = mesh_of(8, AxisType.Explicit)
+    mesh = small.mesh(AxisType.Explicit, data=8)
     w, x = params_of(), batch_of()
     expected = jax.grad(max_over_rows, (0, 1))(w, x)
     with jax.set_mesh(mesh):
@@ -296,7 +289,7 @@ def test_effects_and_callbacks():
         jax.debug.callback(lambda value: seen.append(value), jnp.sum(x))
         return max_over_rows(w, x)
 
-    step, w, x = sharded(loss, False, mesh_of(2)), params_of(), batch_of()
+    step, w, x = sharded(loss, False, small.auto_mesh(data=2)), params_of(), batch_of()
     assert_close(jax.grad(step, (0, 1))(w, x), jax.grad(max_over_rows, (0, 1))(w, x))
     jax.effects_barrier()
     assert seen
@@ -321,7 +314,10 @@ def test_optimizer_state_on_the_host_or_in_files(tmp_path):
         jzero.NVMe(str(tmp_path), host_bytes=2**24),
     ):
         train_step = jzero.shard_train_step(
-            step, mesh=mesh_of(2), axes=jzero.Axes(min_shard_bytes=0), memory=offload
+            step,
+            mesh=small.auto_mesh(data=2),
+            axes=jzero.Axes(min_shard_bytes=0),
+            memory=offload,
         )
         eval_step = jzero.shard_eval_step(lambda s, x: max_over_rows(s[0], x), like=train_step)
         state = train_step.shard((w, tx.init(w)), x)
@@ -335,18 +331,26 @@ def test_optimizer_state_on_the_host_or_in_files(tmp_path):
 @pytest.mark.slow
 def test_refused():
     w, x = params_of(), batch_of()
-    written = jzero.shard_eval_step(lambda w, x: jax.lax.pmean(x @ w["a"], "data"), mesh=mesh_of(2))
+    written = jzero.shard_eval_step(
+        lambda w, x: jax.lax.pmean(x @ w["a"], "data"), mesh=small.auto_mesh(data=2)
+    )
     for take in (jax.grad, lambda fn: jax.jit(jax.grad(fn)), lambda fn: jax.grad(jax.jit(fn))):
         with pytest.raises(jzero.StepError, match="shard_eval_step: .* collectives of its own"):
             take(lambda x: total(written(w, x)))(x)
     coded_step = jzero.shard_eval_step(
-        lambda w, x: x @ w, mesh=mesh_of(2), weight_dtype=jnp.int8, axes="data"
+        lambda w, x: x @ w,
+        mesh=small.auto_mesh(data=2),
+        weight_dtype=jnp.int8,
+        axes="data",
     )
     x = jnp.ones((8, 256), jnp.float32)
     coded = coded_step.shard(jnp.ones((256, 256), jnp.float32), x)
-    for step in (coded_step, jzero.shard_eval_step(lambda w, x: x @ w, mesh=mesh_of(2))):
+    for step in (
+        coded_step,
+        jzero.shard_eval_step(lambda w, x: x @ w, mesh=small.auto_mesh(data=2)),
+    ):
         with pytest.raises(jzero.OptionError, match="state in codes .* or differentiated"):
             jax.grad(lambda x: total(step(coded, x)))(x)  # noqa: B023
-    forward = sharded(straight_through, False, mesh_of(2))
+    forward = sharded(straight_through, False, small.auto_mesh(data=2))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: forward(w, x), (batch_of(),), (batch_of(),))

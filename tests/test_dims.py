@@ -176,7 +176,7 @@ def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
 @pytest.mark.slow
 def test_a_leaf_without_elements():
     step = lambda w, batch: (w + batch["x"].sum(), batch["e"].sum())  # noqa: E731
-    on = jax.make_mesh((4, 2), ("data", "context"))
+    on = small.mesh(data=4, context=2)
     specs = {"batch": {"x": P("data", "context"), "e": P("data", "context")}}
     batch = {"x": np.ones((16, 8)), "e": np.ones((16, 0))}
     found = small.shard_train_step(step, mesh=on, in_specs=specs)(jnp.ones(8), batch)
@@ -255,7 +255,7 @@ def test_what_the_devices_do_not_divide(shape):
         return w - 0.1 * grad, (value, jnp.tanh(x).sum(-1))
 
     expected = jax.jit(step)(w, x)
-    mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, context=2)
     specs = {"x": P("data", "context")}
     train_step = small.shard_train_step(step, mesh=mesh, in_specs=specs)
     state, outs = train_step(train_step.shard(jnp.copy(w)), x)
@@ -267,7 +267,7 @@ def test_what_the_devices_do_not_divide(shape):
 @pytest.mark.slow
 def test_results_of_tokens_stay_in_parts():
     """Logits of an evaluation come back as the tokens went in; of each row, a number in rows."""
-    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=2, context=4)
     x = jnp.asarray(np.random.RandomState(0).randn(8, 8, 4))
     w = jnp.asarray(np.random.RandomState(1).randn(4, 32))
 
@@ -290,7 +290,7 @@ def test_arguments_without_a_spec_have_rows_as_the_others():
         grad = jax.grad(lambda w: ((tokens @ w).sum((1, 2)) * (weights + noise)).mean())(w)
         return w - grad, tokens.sum((1, 2)) * weights
 
-    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=2, context=4)
     given = jnp.ones((4, 8, 2)), jnp.arange(4.0), jax.random.key(0)
     specs = {"tokens": P("data", "context")}
     train_step = small.shard_train_step(step, mesh=mesh, in_specs=specs)

@@ -34,10 +34,6 @@ OFFLOAD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def mesh_of(num):
-    return jax.make_mesh((num,), ("data",), AUTO, devices=jax.devices()[:num])
-
-
 def dispatches(scan, name, num=8, layers=LAYERS):
     train_step = small.shard_train_step(params.make_step(scan, params.CLIPPED), **OFFLOAD[name])
     state = jax.eval_shape(lambda: params.new_state(scan, layers, params.CLIPPED))
@@ -46,7 +42,7 @@ def dispatches(scan, name, num=8, layers=LAYERS):
 
 def started_by(train_step, state, num=8):
     """What a step starts, on an abstract mesh."""
-    train_step = train_step.on_mesh(mesh_of(num).abstract_mesh)
+    train_step = train_step.on_mesh(small.auto_mesh(data=num).abstract_mesh)
     call = train_step._programs.bind((state, BATCH), {})
     program = train_step._programs.of(call)
     state, arrays = _programs.stored_inputs(call, program)
@@ -67,7 +63,7 @@ def test_every_program_that_a_step_starts_compiles(scan, name):
     found = dispatches(scan, name)
     assert sum(found.parts.values()) == sum(step.part is not None for step in found.steps)
     for part in found.parts:
-        here, _ = ProgramMemory.of(part.lower(mesh_of(8)).compile())
+        here, _ = ProgramMemory.of(part.lower(small.auto_mesh(data=8)).compile())
         args = [_dispatches.held_bytes(part.args, kind) for kind in ("device", "pinned_host")]
         # On CPUs both are one memory; XLA leaves out what a program does not read, an int32 or two.
         assert 0 <= sum(args) - here.arguments <= 64
@@ -134,7 +130,9 @@ def measured(scan, name):
         stream(map(looked_at, visits), *limits)
 
     train_step = small.shard_train_step(
-        params.make_step(scan, params.CLIPPED), mesh=mesh_of(1), **OFFLOAD[name]
+        params.make_step(scan, params.CLIPPED),
+        mesh=small.auto_mesh(data=1),
+        **OFFLOAD[name],
     )
     state = train_step.init(lambda: params.new_state(scan, LAYERS, params.CLIPPED))
     batch = params.batch(0)

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jzero
+import small
 from small import grouped
 
 TX = optax.adam(1e-2)
@@ -36,12 +37,10 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array
     return {"params": params, "opt": opt, "key": jax.random.split(state["key"])[0]}, loss
 
 
-def mesh_of(num: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((num,), ("data",), (kind,), devices=jax.devices()[:num])
-
-
 def sharded(num: int = 2, **options: Any) -> Any:
-    return jzero.shard_train_step(step, mesh=mesh_of(num), **grouped(min_shard_bytes=0, **options))
+    return jzero.shard_train_step(
+        step, mesh=small.auto_mesh(data=num), **grouped(min_shard_bytes=0, **options)
+    )
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
@@ -88,7 +87,7 @@ def another_thread(is_there: bool) -> Iterator[None]:
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
 def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
     """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
-    mesh = mesh_of(4, kind)
+    mesh = small.mesh(kind, data=4)
     train_step: Any = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     around = jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
     with around, another_thread(beside):
@@ -153,7 +152,7 @@ def test_an_argument_that_a_step_has_consumed_is_named(rows):
 
     train = jzero.shard_train_step(
         pulled,
-        mesh=mesh_of(2),
+        mesh=small.auto_mesh(data=2),
         axes=jzero.Axes(min_shard_bytes=0),
         state=0,
         in_specs={"ref": jax.P()},
@@ -199,7 +198,9 @@ def test_the_old_state_stays_and_trains_alike(name):
 
 @pytest.mark.slow
 def test_a_leaf_that_is_an_argument_too():
-    keeps = jzero.shard_train_step(lambda w, x: (w + x, x.sum()), mesh=mesh_of(2), donate=False)
+    keeps = jzero.shard_train_step(
+        lambda w, x: (w + x, x.sum()), mesh=small.auto_mesh(data=2), donate=False
+    )
     w = keeps.shard(jnp.ones((8, 8)), X[:, :8])
     new, total = keeps(w, w)
     assert (float(new[0, 0]), float(total), float(w[0, 0])) == (2, 64, 1)

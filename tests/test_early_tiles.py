@@ -20,7 +20,7 @@ from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.nvme._files import TileFiles
 from test_early_updates import early
-from test_nvme_params import mesh_of, policies
+from test_nvme_params import policies
 from test_offload_params import batch, make_step, new_state
 from test_speculative_updates import (
     LARGE,
@@ -85,7 +85,7 @@ PINNED = {"offload_params": jzero.PinnedHost(device_bytes=2**14)}
 
 def step_of(scan: bool, tx: Any, num: int, folder: Any, **options: Any) -> Any:
     return small.shard_train_step(
-        make_step(scan, tx), mesh=mesh_of({"data": num}), **policies(folder) | options
+        make_step(scan, tx), mesh=small.mesh(data=num), **policies(folder) | options
     )
 
 
@@ -163,7 +163,7 @@ def test_without_a_clip_every_step_but_the_first_begins_early(seen: Seen, tmp_pa
     assert all(before > 0 for _, _, before, _ in seen.steps[1:])
     assert len({num for _, _, _, num in seen.steps}) == 1  # Each tile is written once.
     other = jzero.shard_train_step(
-        make_step(True, optax.adam(1e-3)), mesh=mesh_of({"data": 2}),
+        make_step(True, optax.adam(1e-3)), mesh=small.mesh(data=2),
         axes=jzero.Axes(min_shard_bytes=0), memory=jzero.Memory(
             params=jzero.PinnedHost(device_bytes=2**14), optimizer=jzero.HostCPU()),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def test_what_has_one_version_waits(options: Any, seen: Seen, tmp_path: Any):
     """And what gradients in files are read with."""
     memory = policies(tmp_path, **options)
     tx = OPTIMIZERS["adamw"]
-    train_step = small.shard_train_step(make_step(True, tx), mesh=mesh_of({"data": 2}), **memory)
+    train_step = small.shard_train_step(make_step(True, tx), mesh=small.mesh(data=2), **memory)
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i in range(2):
         state, _ = train_step(state, batch(i) * SMALL)

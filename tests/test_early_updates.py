@@ -120,10 +120,9 @@ GPTS = [
 )
 def test_gpts_train_as_on_one_device(options, num):
     """Tied embeddings, and widths that the devices do not divide, among them."""
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
         predict_next_step,
-        mesh=mesh,
+        mesh=small.mesh(data=num),
         memory=jzero.Memory(
             optimizer=jzero.HostCPU(threads=2), params=jzero.PinnedHost(device_bytes=20000)
         ),
@@ -186,7 +185,7 @@ def test_a_weight_that_earlier_layers_read_is_updated_after_them():
         return params, jax.tree.map(jnp.zeros_like, params)
 
     train_step = small.shard_train_step(
-        step, mesh=jax.make_mesh((1,), ("data",)), offload=jzero.HostCPU(),
+        step, mesh=small.mesh(data=1), offload=jzero.HostCPU(),
         offload_params=jzero.PinnedHost(device_bytes=2**11),
     )  # fmt: skip
     state, (expected, _) = train_step.init(init), jax.jit(step)(init(), batch(0))
@@ -368,10 +367,9 @@ def test_a_callback_that_raises_in_the_backward_pass():
             "opt_state": opt_state,
         }, 0.0
 
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     train_step = small.shard_train_step(
         step,
-        mesh=mesh,
+        mesh=small.mesh(data=1),
         memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=9000)),
     )
     state = train_step.init(lambda: new_state(True, LAYERS, ADAM))

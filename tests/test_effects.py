@@ -11,15 +11,10 @@ from jax.experimental import io_callback
 
 import small
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 ROWS, DIM = 16, 4
 CALLS: list[tuple[str, list[np.ndarray]]] = []
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _double():
-    jax.config.update("jax_enable_x64", True)  # Callbacks run in XLA's threads.
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def note(name, *values):
@@ -227,8 +222,7 @@ def drawn():
 @pytest.mark.parametrize("name", STEPS)
 def test_as_under_jit(name, num, accumulate):
     w, x = drawn()
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    step = small.shard_train_step(STEPS[name], mesh=mesh, microbatches=accumulate)
+    step = small.shard_train_step(STEPS[name], mesh=small.mesh(data=num), microbatches=accumulate)
     found, told = trained(step, w, x)
     expected, calls = trained(jax.jit(STEPS[name]), w, x)
     assert_alike(found, expected)
@@ -265,8 +259,7 @@ def in_stacked_layers(ws, x):
 def test_passes_keep_the_order(options):
     """Layers are pipelined: the last one stands behind the loop."""
     ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]
-    mesh = jax.make_mesh((8,), ("data",))
-    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **options)
+    step = small.shard_train_step(in_stacked_layers, mesh=small.mesh(data=8), **options)
     found, told = trained(step, ws, x)
     expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
     tolerance = 1e-5 if "reduce_dtype" in options else 1e-9

@@ -15,15 +15,10 @@ import small
 import zoo
 from jzero._compare import TOLERANCES
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 X = np.random.default_rng(0).normal(size=(16, 8))
 TX = optax.adam(0.1, eps=1e-3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _double():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 class Net(eqx.Module):
@@ -75,8 +70,7 @@ def make():
 
 
 def sharded(step_fn, num_devices=8):
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    return small.shard_train_step(step_fn, stage=3, mesh=mesh)
+    return small.shard_train_step(step_fn, stage=3, mesh=small.mesh(data=num_devices))
 
 
 def assert_close(actual, expected):

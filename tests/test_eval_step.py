@@ -1,7 +1,6 @@
 """`shard_eval_step`: what is read of a state in shards is what one device would make of it."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -10,21 +9,18 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jzero
+import small
 import zoo
 from jzero._compare import TOLERANCES
 from small import grouped, shard_train_step
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 LAYERS, DIM, HEADS, VOCAB, CONTEXT = 3, 16, 2, 40, 10
 TX = optax.adam(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def _in_float64():
-    with jax.enable_x64(True):
-        yield
 
 
 # -- a small GPT, its training, and what one would ask of it ---------------------------------------
@@ -143,15 +139,9 @@ def tokens_of(rows, columns=CONTEXT):
     return np.random.default_rng(rows).integers(2, VOCAB, (rows, columns), np.int32)
 
 
-def mesh_of(axes):
-    devices = jax.devices()[: math.prod(axes.values())]
-    types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
-
-
 def trained(axes=None, params=None, **options):
     """A step on a mesh, and a state that it has trained for one step."""
-    train_step = shard_train_step(step_fn, mesh=mesh_of(axes or {"data": 8}), **options)
+    train_step = shard_train_step(step_fn, mesh=small.auto_mesh(**axes or {"data": 8}), **options)
     params = new_params() if params is None else params
     state, _ = train_step((params, TX.init(params)), tokens_of(16))
     return train_step, state
@@ -227,7 +217,7 @@ def test_reads_what_rests_on_the_host():
 def test_padded_leaves_and_leaves_that_lie_elsewhere():
     train_step = shard_train_step(
         lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).mean())(w),
-        mesh=mesh_of({"data": 8}),
+        mesh=small.auto_mesh(data=8),
     )
     w = train_step(jnp.asarray(np.random.default_rng(0).normal(size=(41, 3))), jnp.ones((8, 41)))
     assert isinstance(w, jzero.LeafArray)
@@ -241,14 +231,14 @@ def test_padded_leaves_and_leaves_that_lie_elsewhere():
         w,
         whole,
         jnp.asarray(whole),
-        train_step.on_mesh(mesh_of({"data": 4})).shard(whole),
+        train_step.on_mesh(small.auto_mesh(data=4)).shard(whole),
     ):
         same(eval_step(given, rows), jax.jit(table)(whole, rows))
 
 
 def test_without_a_train_step():
     params = new_params()
-    eval_step = jzero.shard_eval_step(generate, mesh=mesh_of({"data": 4}))
+    eval_step = jzero.shard_eval_step(generate, mesh=small.auto_mesh(data=4))
     placed = eval_step.shard(params)
     assert placed["blocks"]["up"].sharding.spec == PartitionSpec(None, "data")
     inputs = tokens_of(6, 3), jax.random.key(0)
@@ -280,7 +270,7 @@ def test_state_in_several_arguments():
 
 @pytest.mark.slow
 def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
-    mesh = mesh_of({"data": 8})
+    mesh = small.auto_mesh(data=8)
     train_step = jzero.shard_train_step(
         lambda w, x: w - 0.1 * lax.pmean(jax.grad(lambda w: (x @ w).sum())(w), "batch"),
         mesh=mesh,
@@ -371,7 +361,7 @@ def unrolled(params, prompt, key):
 def test_what_does_not_fit_is_gathered_in_each_iteration():
     """Layers that are unrolled inside a decoding loop: as many gathered at a time, however many there are."""
     sizes = {}
-    train_step = shard_train_step(step_fn, mesh=mesh_of({"data": 8}), prefetch_bytes=0)
+    train_step = shard_train_step(step_fn, mesh=small.auto_mesh(data=8), prefetch_bytes=0)
     for layers in (4, 12):
         squares = np.random.default_rng(0).normal(size=(layers, 64, 64)) / 8
         params = {"blocks": {"square": list(map(jnp.asarray, squares))}}

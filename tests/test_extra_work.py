@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 from experiments.shared.gpt import GPT, make_step
 from small import grouped
 
@@ -94,9 +95,8 @@ def test_the_share_is_that_of_the_compiled_program():
         cost = lowered.compile().cost_analysis()
         return (cost[0] if isinstance(cost, list) else cost)["flops"]
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     train_step = jzero.shard_train_step(
-        step, mesh=mesh, stage=3, axes=jzero.Axes(min_shard_bytes=0)
+        step, mesh=small.auto_mesh(data=8), stage=3, axes=jzero.Axes(min_shard_bytes=0)
     )
     with pytest.warns(UserWarning, match="rows are padded from 12 to 16"):
         report = train_step.describe(state, rows(12))

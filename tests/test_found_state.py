@@ -12,6 +12,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jzero
+import small
 import zoo
 from jzero.testing import assert_collectives, assert_same_training
 from small import grouped
@@ -159,7 +160,7 @@ FOUND: dict[str, Any] = {
 
 
 def sharded(step_fn, devices=8, **options):
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    mesh = small.mesh(data=devices)
     chosen: dict[str, Any] = {"min_shard_bytes": 0, "mesh": mesh}
     return jzero.shard_train_step(step_fn, **grouped(**chosen | options))
 
@@ -360,7 +361,7 @@ def test_the_state_first_is_traced_once_and_another_twice():
     # It is remembered, for other shapes and on other meshes.
     _, state = train_step(state, X[:16], Y[:16])
     assert len(calls) == 3
-    four = train_step.on_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    four = train_step.on_mesh(small.mesh(data=4))
     four.plan(state, X, Y)
     assert len(calls) == 4
 
@@ -925,7 +926,7 @@ def test_an_evaluation_before_the_first_step(place):
     train_step = sharded(batch_first)
     if place == "on_mesh":
         train_step.plan({"x": X, "y": Y}, init())
-        train_step = train_step.on_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+        train_step = train_step.on_mesh(small.mesh(data=4))
     state = train_step.init(init) if place == "init" else train_step.shard(init())
     for fn, read in ((predict, state), (of_params, state[0])):
         evaluate = jzero.shard_eval_step(fn, like=train_step)

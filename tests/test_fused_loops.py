@@ -9,25 +9,20 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 import zoo
 from jzero.ir._regions import variables
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.cut import _fused_loops, _growing_loop, _over_iterations
 from jzero.tracing import _jaxpr, _rewrite
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 TURNS = 4
 TOLERANCES = {"float64": 1e-12, "float32": 2e-6}  # Sums are taken in another order.
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def values(*shapes, dtype=np.float64):
@@ -509,7 +504,7 @@ def test_a_stack_of_blocks_is_no_stack_of_turns():
 @pytest.mark.slow
 def test_collectives_over_stacks():
     """Each turn has its own, where the loop's body does what is sent."""
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = small.auto_mesh(data=4)
 
     def local(w, x):
         _, made = gradients(w, x)
@@ -686,7 +681,7 @@ class GradPart(Rewritten):
     """The forward-backward program of a step at stage 3, on one device; all floating stacks are streamed."""
 
     def __init__(self, step, state, batch):
-        self.mesh = jax.make_mesh((NUM,), ("data",), (AxisType.Auto,), devices=jax.devices()[:NUM])
+        self.mesh = small.auto_mesh(data=NUM)
         train_step = jzero.shard_train_step(
             step,
             mesh=self.mesh,

@@ -24,19 +24,13 @@ from jzero.segments import _partitioned
 from jzero.sharding.passes import _quantize
 from zoo import configured
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 as_stored = pytest.mark.skipif(
     importlib.metadata.version("jax") >= "0.11",
     reason="what is stored is what JAX 0.10 makes: others order some equations in another way",
 )
 HINT = "If this is meant: make golden GOLDEN_ARGS=--update, and say why in the commit."
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _double():
-    """For all threads, and not for a context: callbacks run in XLA's threads."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 @pytest.mark.slow  # In `.ci/run` this is `make golden`, which shows all differences.

@@ -42,7 +42,7 @@ def rounded(name: str) -> list[Any]:
 
 
 def train(name: str, num: int) -> None:
-    entry, mesh = ENTRIES[name], jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    entry, mesh = ENTRIES[name], small.mesh(data=num)
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
     train_step = small.shard_train_step(step_fn, mesh=mesh, memory=jzero.HostCPU())
     state: Any = train_step.shard(optimizers.make_state(entry), batches[0])

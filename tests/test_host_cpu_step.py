@@ -35,9 +35,11 @@ NUM_PARAMS = sum(int(np.prod(shape)) for shape in SHAPES)
 
 
 def on(num: int, tx=ADAMW, policy: Any = None, step_fn=None, **options):
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        step_fn or make_step(tx), mesh=mesh, offload=policy or jzero.HostCPU(), **options
+        step_fn or make_step(tx),
+        mesh=small.mesh(data=num),
+        offload=policy or jzero.HostCPU(),
+        **options,
     )
 
 
@@ -1047,8 +1049,9 @@ def test_numbers_of_several_updates_that_rest_on_the_devices(num):
         params = {name: jax.random.normal(key, shape) / 4 for key, (name, shape) in pairs}
         return params, tx.init(params)
 
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    train_step = small.shard_train_step(step, mesh=mesh, memory=jzero.HostCPU(ratio=0.2))
+    train_step = small.shard_train_step(
+        step, mesh=small.mesh(data=num), memory=jzero.HostCPU(ratio=0.2)
+    )
     state, expected = train_step.init(new_state), new_state()
     for i in range(3):
         x = jax.random.normal(jax.random.key(i), (8, 8))

@@ -149,8 +149,7 @@ def interrupted_everywhere(train_step: Any, new: Iterator[Any], stride: int = 1)
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, delayed):
     policy = jzero.HostCPU(delayed_update=delayed, delay_after=0 if delayed else None)
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=policy)
+    train_step = small.shard_train_step(step_fn, mesh=small.mesh(data=2), memory=policy)
     interrupted_everywhere(train_step, states(train_step))
 
 
@@ -158,10 +157,9 @@ def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, dela
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_layers_that_are_interrupted_are_as_they_were_or_lost(stride):
     """A leaf that is there has not been touched, though others may be lost."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = small.shard_train_step(
         layers,
-        mesh=mesh,
+        mesh=small.mesh(data=2),
         memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=50000)),
     )
     interrupted_everywhere(train_step, states_of_layers(train_step), stride)

@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import jzero
+import small
 from host_updates import call, compiler, on_host, problem, random, reference, ulps  # noqa: F401
 from jzero.offload.kernels._code_paths import KEPT, KERNEL, XLA
 from jzero.offload.kernels._host_update import HostUpdate, default_threads
@@ -243,7 +244,7 @@ def test_updates_in_several_threads():
 def test_inputs_of_any_kind():
     """Gradients may lie in NumPy arrays, in any order, or on several devices."""
     grad = random(np.random.default_rng(1), jax.ShapeDtypeStruct((8, 16), jnp.float32))
-    spread = jax.device_put(grad, jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
+    spread = jax.device_put(grad, jax.NamedSharding(small.mesh(x=8), jax.P("x")))
     results = []
     for given in (grad, np.asarray(grad), np.asfortranarray(grad), spread):
         w = host(8, 16)

@@ -64,7 +64,7 @@ def make_step(model):
 @pytest.mark.parametrize("model", [by_scan, in_pairs, by_number])
 def test_they_train_and_are_described(model, offload):
     """With room for a stack, and not for all: iterations run in parts, and fetch what they index."""
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = small.mesh(data=4)
     options = {} if offload is None else {"offload": offload}
     train_step = small.shard_train_step(
         make_step(model),

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 import jzero
+import small
 import test_eval_step as gpt
 import zoo
 from jzero._compare import TOLERANCES
@@ -23,16 +24,12 @@ from jzero.segments import _programs
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _layer_parts
 from small import grouped, shard_train_step
-from test_eval_step import CONTEXT, DIM, VOCAB, empty_cache, mesh_of, new_params, tokens_of
+from test_eval_step import CONTEXT, DIM, VOCAB, empty_cache, new_params, tokens_of
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 BEAMS, GIVEN = 2, 3
 ITEM = 8  # bytes of float64
-
-
-@pytest.fixture(autouse=True)
-def _in_float64():
-    with jax.enable_x64(True):
-        yield
 
 
 # -- what is asked of a model ----------------------------------------------------------------------
@@ -158,7 +155,7 @@ def same(actual, expected):
 def asked_of(fn, params, num, device_bytes, **options):
     """The evaluation on so many devices, and the parameters where it reads them."""
     policy = jzero.PinnedHost(device_bytes=device_bytes)
-    mesh = mesh_of({"data": num})
+    mesh = small.auto_mesh(data=num)
     eval_step = jzero.shard_eval_step(fn, mesh=mesh, **grouped(offload_params=policy, **options))
     placed = eval_step.shard(params)
     assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(placed)}
@@ -378,7 +375,9 @@ def test_models_of_other_libraries(make):
 def trained(num=4, **options):
     policy = jzero.PinnedHost(device_bytes=2**15)
     train_step = shard_train_step(
-        gpt.step_fn, mesh=mesh_of({"data": num}), **{"offload_params": policy} | options
+        gpt.step_fn,
+        mesh=small.auto_mesh(data=num),
+        **{"offload_params": policy} | options,
     )
     params = new_params()
     state, _ = train_step((params, gpt.TX.init(params)), tokens_of(16))
@@ -676,7 +675,7 @@ def test_a_batch_that_comes_whole_to_each_device(mapped):
 
     params = jax.random.normal(jax.random.key(0), (6, 32, 32)) / 8
     x = jax.random.normal(jax.random.key(1), (3, 8, 32) if mapped else (8, 32))
-    options = dict(mesh=mesh_of({"data": 4}), in_specs=None if mapped else {1: jax.P()})
+    options = dict(mesh=small.auto_mesh(data=4), in_specs=None if mapped else {1: jax.P()})
 
     def asked(device_bytes):
         policy = jzero.PinnedHost(device_bytes=device_bytes)

@@ -221,7 +221,7 @@ def test_trains_the_same(options, how, num, tmp_path):
         how = how | {"offload": jzero.NVMe(tmp_path, host_bytes=2**16)}
     if "stage" not in how:
         how = how | {"prefetch_bytes": 1}
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    mesh = small.mesh(data=num)
     step_fn = functools.partial(step, **options)
     with jax.enable_x64(not in_files):
         train_step = small.shard_train_step(step_fn, mesh=mesh, **how)

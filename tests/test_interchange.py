@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 from jzero.ir._loops import MICROBATCHES
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
@@ -286,7 +286,7 @@ def test_other_loops_stay():
     assert [e.primitive.name for e in found.new.eqns].count("scan") == 2
 
 
-MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+MESH = small.auto_mesh(data=2)
 
 
 def on_two_devices(fn):

@@ -14,6 +14,7 @@ from jax import P, lax
 
 import partitioned
 import programs
+import small
 from jzero.ir._layout import (
     LOCAL,
     Layout,
@@ -537,7 +538,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_partition_spec_comes_and_goes(spec):
     """Blocks are those of `NamedSharding`; where it does not divide, of the padded value."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, model=2)
     for shape in ((16, 8), (9, 6), (1, 1)):
         layout = from_spec(shape, MESH, spec)
         assert layout.shape == shape

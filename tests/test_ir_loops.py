@@ -14,14 +14,9 @@ from jzero.ir._loops import Scan, ScanBuilder, opened, pipelined
 from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 LENGTHS = [1, 2, 3, 7]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _double():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def values(seed, *shapes):

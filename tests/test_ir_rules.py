@@ -31,15 +31,10 @@ from jzero.tracing import _jaxpr, _rewrite
 from layout_blocks import positions
 from test_partition_rules import Case, drawn, length, parsed
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 SIZES = (4, 6, 2, 8, 12)  # of dims
 SUMMED = frozenset(_factors.SCATTER_REDUCES)  # Of what these update there is one among the blocks.
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def bind(name: str, **params: Any) -> Any:

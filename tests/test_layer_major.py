@@ -75,7 +75,7 @@ LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 def test_everything_at_once(scan, tx, options, monkeypatch):
     """On the hosts: parameters, what waits for the backward pass, optimizer state, and its update."""
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = small.mesh(data=4)
     policy = jzero.PinnedHost(device_bytes=options.get("device_bytes", 2**14))
     train_step = small.shard_train_step(
         model.make_step(scan, tx),
@@ -169,10 +169,9 @@ def step_of(loss_fn):
 
 
 def shard(loss_fn, num=4, device_bytes=2**14, **options):
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
         step_of(loss_fn),
-        mesh=mesh,
+        mesh=small.mesh(data=num),
         offload_params=jzero.PinnedHost(device_bytes=device_bytes),
         **options,
     )
@@ -232,10 +231,9 @@ def test_large_gradients_leave_as_layers_end():
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None))
         return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
 
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = small.shard_train_step(
         step_of(loss_fn),
-        mesh=mesh,
+        mesh=small.mesh(data=2),
         memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=2**30)),
         microbatches=jzero.Microbatches(2, order="layer"),
     )
@@ -377,7 +375,7 @@ def test_prints_of_microbatches_are_refused():
         grads = jax.lax.pmean(jax.grad(loss_fn)(state["params"]), "batch")
         return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}
 
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = small.mesh(data=2)
     policy = jzero.PinnedHost(device_bytes=2**14)
     train_step = small.shard_train_step(
         step,

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -43,7 +43,7 @@ def step_fn(state, batch):
 def new_leaf(kind: str) -> Any:
     offload, shape = KINDS[kind]
     in_codes = kind.startswith("codes")
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = small.mesh(data=8)
     train_step = small.shard_train_step(step_fn, mesh=mesh, memory=offload)
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
     leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
@@ -64,7 +64,7 @@ def leaf(request):
 
 
 def three_devices() -> NamedSharding:
-    mesh = jax.make_mesh((3,), ("a",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,))
+    mesh = small.auto_mesh(a=3)
     return NamedSharding(mesh, P(None, "a"))
 
 
@@ -162,7 +162,7 @@ def test_used_as_an_array(leaf, use):
 
 @pytest.mark.parametrize("kind", ["padded", "host, padded"])
 def test_used_on_explicit_axes(kind):
-    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+    with jax.set_mesh(small.mesh(data=8)):
         leaf = new_leaf(kind)
         for name in (
             "jit",

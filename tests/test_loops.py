@@ -19,15 +19,10 @@ from jax.experimental import io_callback
 import small
 from zoo.sampling import check, loops
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 DIM, NUM = 3, 4
 DEPENDS = "a loop along the batch whose iterations depend on each other"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def error(w, row):

@@ -24,7 +24,7 @@ def real_state(model):
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_at_rest_are_the_formula(stage, num_devices):
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    mesh = small.mesh(data=num_devices)
     train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh)
     state = train_step.shard(real_state(programs.Model()), programs.tokens())
     psi = programs.num_params(state)
@@ -70,7 +70,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat, monkeypatch):
 
 @pytest.mark.slow
 def test_one_device_runs_the_users_own_program():
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    mesh = small.mesh(data=1)
     state, tokens = programs.abstract_state(programs.Model()), programs.tokens()
     ours = small.shard_train_step(programs.train_step, stage=3, mesh=mesh).lower(state, tokens)
     plain = jax.jit(programs.train_step, donate_argnums=0).lower(state, tokens)

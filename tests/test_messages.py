@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 from jzero.offload._backends import OnDevices
 from jzero.segments import _program
 from jzero.sharding.plan import _options
@@ -215,7 +216,7 @@ def test_offload_is_a_loop_of_programs(use, how):
 
 
 def test_memory_that_the_devices_lack():
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = small.mesh(data=8)
     text = ["has the memory kinds ['device',", "and not 'tape'", "Drop memory="]
     refuses(ValueError, text, _program.check_tier, mesh, "tape")
 
@@ -237,7 +238,7 @@ def test_full_matches_no_parameter():
 
 
 def test_axes_of_roles():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    mesh = small.mesh(node=2, local=4)
     text = ["Axes(params=) has ['rack']", "('node', 'local')", "Correct params"]
     refuses(ValueError, text, sharded(mesh=mesh, param_axes="rack"), W, X)
     text = ["Axes(params=('node', 'node'))", "Name each axis once"]
@@ -252,8 +253,12 @@ def test_batch_does_not_divide_into_microbatches():
 
 
 def test_microbatches_of_an_argument_that_is_split_over_some_axes():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
-    options = dict(mesh=mesh, axis_name="batch", accumulate=2, in_specs={"x": P("local")})
+    options = dict(
+        mesh=small.mesh(node=2, local=4),
+        axis_name="batch",
+        accumulate=2,
+        in_specs={"x": P("local")},
+    )
     train_step = sharded(lambda w, x: jax.lax.pmean(step(w, x), "batch"), **options)
     refuses(ValueError, ["microbatches need its spec", "to name all data axes"], train_step, W, X)
 
@@ -352,20 +357,25 @@ def test_mesh_is_not_a_mesh():
 
 
 def test_unknown_axis():
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = small.mesh(data=8)
     found = "Axes(batch=) has ['model'], and the mesh has ('data',)"
     refuses(ValueError, found, sharded(mesh=mesh, axis_names="model"), W, X)
 
 
 @pytest.mark.parametrize("names", [(), ("data", "data")])
 def test_no_axis_or_one_twice(names):
-    train_step = sharded(mesh=jax.make_mesh((8,), ("data",)), axis_names=names)
+    train_step = sharded(mesh=small.mesh(data=8), axis_names=names)
     refuses(ValueError, [f"Axes(batch={names})", "one at least, each once"], train_step, W, X)
 
 
 def test_axis_name_is_one_of_several():
-    mesh = jax.make_mesh((4, 2), ("node", "local"))
-    refuses(ValueError, "is only one of", sharded(mesh=mesh, axis_name="local"), W, X)
+    refuses(
+        ValueError,
+        "is only one of",
+        sharded(mesh=small.mesh(node=4, local=2), axis_name="local"),
+        W,
+        X,
+    )
     for name in (("batch",), ["node", "local"], 3, ""):
         with pytest.raises(ValueError, match="It is the one name"):
             sharded(axis_name=name)
@@ -374,8 +384,8 @@ def test_axis_name_is_one_of_several():
 
 
 def test_mesh_of_other_devices_than_the_context():
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+    mesh = small.mesh(data=4)
+    with jax.set_mesh(small.mesh(data=8)):
         refuses(ValueError, "jax.set_mesh's has {'data': 8}", sharded(mesh=mesh), W, X)
 
 
@@ -473,15 +483,16 @@ def test_statistics_in_the_state_that_nobody_reduced(devices):
              "the new state['mean'] float32[8] differs between devices",
              "jax.lax.pmean(grads, 'data')"]  # fmt: skip
     state = {"w": W, "mean": W[0], "seen": jnp.zeros((), jnp.int32)}
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    refuses(TypeError, texts, sharded(fn, axis_name="data", mesh=mesh), state, X)
+    refuses(
+        TypeError, texts, sharded(fn, axis_name="data", mesh=small.mesh(data=devices)), state, X
+    )
 
 
 # -- what a step for the whole batch may not do ----------------------------------------------------
 
 
 def test_a_step_that_calls_shard_map():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = small.auto_mesh(data=8)
 
     def fn(w, x):
         mean = jax.shard_map(
@@ -500,7 +511,7 @@ def test_a_step_that_calls_shard_map():
 
 @pytest.mark.parametrize("constrains", ["nothing", "data", "model"])
 def test_a_step_that_calls_shard_map_beside_an_automatic_axis(constrains):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, model=2)
 
     def fn(w, x):
         if constrains != "nothing":
@@ -566,8 +577,7 @@ def test_a_constraint_over_an_axis_that_nobody_has():
     texts = ["a layout at ", "test_messages.py", "Resource axis: dp", "mesh: ('data',). ",
              "Pass the mesh that has them by mesh=", "axes="]  # fmt: skip
     refuses(TypeError, texts, sharded(fn), W, X)
-    mesh = jax.make_mesh((8, 1), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    new, _ = sharded(fn, mesh=mesh, axis_names="dp")(jnp.copy(W), X)
+    new, _ = sharded(fn, mesh=small.auto_mesh(dp=8, mp=1), axis_names="dp")(jnp.copy(W), X)
     np.testing.assert_allclose(new, step(W, X)[0], rtol=1e-5)
 
 

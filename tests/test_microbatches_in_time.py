@@ -28,15 +28,11 @@ def _partitions(monkeypatch):
         yield
 
 
-def mesh(num=8):
-    return jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-
-
 def train(made, num_steps=3, rows=None, **options):
     """Trains by the partitioner, beside one device; returns the sharded step and its programs."""
     init, step, batch = made
     batch = batch if rows is None else jax.tree.map(lambda x: x[:rows], batch)
-    options = {"mesh": mesh(), **options}
+    options = {"mesh": small.mesh(data=8), **options}
     train_step = small.shard_train_step(step, **options)
     state = expected = init()
     run = jax.jit(step)
@@ -100,8 +96,8 @@ def test_it_trains_as_one_device(name, options):
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_on_fewer_devices(num, accumulate):
-    train(steps.gpt(), mesh=mesh(num), accumulate=accumulate)
-    train(steps.clip(), mesh=mesh(num), accumulate=accumulate)
+    train(steps.gpt(), mesh=small.mesh(data=num), accumulate=accumulate)
+    train(steps.clip(), mesh=small.mesh(data=num), accumulate=accumulate)
 
 
 @pytest.mark.slow
@@ -109,12 +105,12 @@ def test_on_fewer_devices(num, accumulate):
 def test_rows_that_the_microbatches_do_not_divide(rows):
     init, step, _ = steps.mlp(16)
     batch = {"x": steps.rows(rows, 32), "y": steps.rows(rows, 10)}
-    train((init, step, batch), mesh=mesh(4), accumulate=3)
+    train((init, step, batch), mesh=small.mesh(data=4), accumulate=3)
 
 
 @pytest.mark.slow
 def test_two_axes_and_parameters_sharded_over_one_of_them():
-    axes = jax.make_mesh((2, 4), ("node", "local"))
+    axes = small.mesh(node=2, local=4)
     for options in ({}, {"param_axes": "local"}, {"param_axes": "local", "reduce": "once"}):
         train(steps.gpt(), mesh=axes, accumulate=2, **options)
 
@@ -206,7 +202,7 @@ def test_statistics_of_the_whole_batch(loss, rows):
     if loss is along_the_batch and rows == 27:
         pytest.skip("all devices run all iterations, and a warning says so")
     train((*mean_of_rows(loss), steps.rows(rows, 32)), accumulate=2)
-    train((*mean_of_rows(loss), steps.rows(rows, 32)), mesh=mesh(2), accumulate=4)
+    train((*mean_of_rows(loss), steps.rows(rows, 32)), mesh=small.mesh(data=2), accumulate=4)
 
 
 def test_keys_of_rows():
@@ -287,7 +283,7 @@ def test_a_microbatch_is_alive_at_a_time():
     def temporaries(accumulate):
         init, step = mean_of_rows(lambda p, x: (jnp.mean(layer(p, x) ** 2), {}))
         batch = steps.rows(8 * 256, 32)
-        train_step = small.shard_train_step(step, mesh=mesh(), microbatches=accumulate)
+        train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=accumulate)
         compiled = train_step.lower(init(), batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -386,7 +382,7 @@ def test_activations_of_all_microbatches_are_kept_and_said():
 
     init, step = mean_of_rows(loss)
     train((init, step, steps.rows(16, 32)), accumulate=2)
-    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
     many = jax.ShapeDtypeStruct((2**14, 32), np.float64)
     with pytest.warns(
         UserWarning, match="MiB on each device of all 2 microbatches at once, at .*loss"
@@ -402,7 +398,7 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
         return jnp.mean(x**2), {}
 
     init, step = mean_of_rows(loss)
-    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
     with pytest.raises(StepError, match="times as often, and 4 times is the most"):
         train_step(init(), steps.rows(16, 32))
 
@@ -410,7 +406,7 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
 @pytest.mark.slow
 def test_its_program_is_printed_with_and_without_the_axis():
     init, step, batch = steps.mlp()
-    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
     before = str(train_step.program(init(), batch, after="partition"))
     after = str(train_step.program(init(), batch, after="microbatches"))
     assert "[16@data,microbatch, 32]" in before
@@ -441,7 +437,7 @@ def test_updates_of_single_rows(act, num_rows):
         return w, act(x @ w).mean()
 
     w, x = jnp.eye(8), np.random.default_rng(0).normal(size=(num_rows, 8))
-    _, found = small.shard_train_step(step, mesh=mesh(), microbatches=4)(w, x)
+    _, found = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=4)(w, x)
     np.testing.assert_allclose(found, jax.jit(step)(w, x)[1], rtol=1e-9)
 
 

@@ -9,7 +9,9 @@ import pytest
 
 import jzero
 import small
-from test_eqx import TX, Net, X, _double, assert_close, average_step, sharded, train  # noqa: F401
+from test_eqx import TX, Net, X, assert_close, train
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 filter_jit: Any = eqx.filter_jit
 
@@ -28,10 +30,6 @@ def step_in_another_order(batch, opt_state, key, *, model):
     return loss, {"rows": batch.sum(1)}, opt_state, model
 
 
-def mesh_of(num_devices):
-    return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "stage", "options"),
@@ -39,7 +37,9 @@ def mesh_of(num_devices):
 )
 def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
     own, values = make(), make()
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices), **options)
+    train_step = small.shard_train_step(
+        step, stage=stage, mesh=small.mesh(data=num_devices), **options
+    )
     for seed in range(3):
         *own, expected = filter_jit(step)(*own, X, jax.random.key(seed))
         *values, loss = train_step(*values, X, jax.random.key(seed))

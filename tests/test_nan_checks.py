@@ -42,8 +42,7 @@ def step(state, x):
 @pytest.mark.slow(but=["both"])
 @TIERS
 def test_a_step_in_parts(options):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    train_step = small.shard_train_step(step, mesh=mesh, min_shard_bytes=0, **options)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=2), min_shard_bytes=0, **options)
     with jax.debug_nans(True):
         state, expected = train_step.init(new_state), new_state()
         for _ in range(2):
@@ -82,9 +81,10 @@ def test_an_evaluation_in_parts():
     def evaluate(params, x):
         return {"out": step((params, ADAM.init(params)), x)[1]["loss"]}
 
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     eval_step = jzero.shard_eval_step(
-        evaluate, memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=22000)), mesh=mesh
+        evaluate,
+        memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=22000)),
+        mesh=small.mesh(data=2),
     )
     params = eval_step.shard(new_state()[0])
     with jax.debug_nans(True):

@@ -16,15 +16,10 @@ import small
 import zoo
 from jzero._compare import TOLERANCES
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 X = np.random.default_rng(0).normal(size=(16, 8))
 FLOAT64 = {"param_dtype": jnp.float64, "dtype": jnp.float64}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _double():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def doubled(node):
@@ -51,17 +46,13 @@ def adam_of(model):
     return nnx.Optimizer(model, optax.adam(0.1, eps=1e-3), wrt=nnx.Param)
 
 
-def mesh_of(num_devices):
-    return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-
-
 def check(train_step, args, kwargs, batches, num_devices):
     """The script's own loop against the sharded ones; args and kwargs make the objects."""
     own_args, own_kwargs = args(), kwargs()
     given = args(), kwargs()  # to the step as it is
-    direct = small.shard_train_step(train_step, stage=3, mesh=mesh_of(num_devices))
+    direct = small.shard_train_step(train_step, stage=3, mesh=small.mesh(data=num_devices))
     step_fn, state = jzero.from_nnx(train_step, *args(), **kwargs())
-    sharded = small.shard_train_step(step_fn, stage=3, mesh=mesh_of(num_devices))
+    sharded = small.shard_train_step(step_fn, stage=3, mesh=small.mesh(data=num_devices))
     parameters = inspect.signature(train_step).parameters
     for batch in batches:
         expected = train_step(*own_args, batch=batch, **own_kwargs)

@@ -45,9 +45,8 @@ def in_files(tree: Any) -> list[jzero.LeafArray]:
 
 
 def on(num: int, folder: Any, tx: Any = TX, policy: Any = None, **options: Any) -> Any:
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        make_step(tx), mesh=mesh, offload=policy or on_disk(folder), **options
+        make_step(tx), mesh=small.mesh(data=num), offload=policy or on_disk(folder), **options
     )
 
 
@@ -96,7 +95,7 @@ def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
     """Or are refused: what is not elementwise is never half in files."""
-    entry, mesh = ENTRIES[name], jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    entry, mesh = ENTRIES[name], small.mesh(data=4)
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
     train_step = small.shard_train_step(step_fn, mesh=mesh, memory=on_disk(tmp_path))
     state: Any = optimizers.make_state(entry)
@@ -161,7 +160,7 @@ PARAMS = jzero.PinnedHost(device_bytes=2**14)
 )
 def test_parameters_on_the_hosts(num: int, scan: bool, options: Any, tmp_path: Path):
     """Updated in their place beside tiles; as on one device, and as `HostCPU` does it, to the bit."""
-    params, mesh = infinity, jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    params, mesh = infinity, small.mesh(data=num)
     step = params.make_step(scan, params.CLIPPED)
     one, other = (
         small.shard_train_step(step, mesh=mesh, offload=policy, offload_params=PARAMS, **options)

@@ -28,11 +28,6 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x), tree)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
 def end_of_process() -> None:
     """What is left of this process's states when it has ended: their files."""
     gc.collect()
@@ -81,13 +76,13 @@ def test_a_failed_step_leaves_the_state_as_it_was(
         patched.setattr(where, name, failing)
         with pytest.raises(Stop):
             train_step(state, second)
-    assert_same(state, before)
+    small.assert_same(state, before)
     state, _ = train_step(state, second)
     state, _ = train_step(state, third)
     expected = train_step.shard(before, BATCH)
     for x in (second, third):
         expected, _ = train_step(expected, x)
-    assert_same(state, expected)
+    small.assert_same(state, expected)
 
 
 @pytest.mark.parametrize("what", ["a tile is written", "the commit"])
@@ -150,7 +145,7 @@ def test_in_place_takes_half_the_space_and_trains_the_same(tmp_path: Path):
             state, _ = train_step(state, x)
         sizes.append(sum(path.stat().st_size for path in folder.rglob("*.tiles")))
         expected = expected or to_host(state)
-        assert_same(state, expected)
+        small.assert_same(state, expected)
     assert sizes[1] < 0.6 * sizes[0]
 
 
@@ -185,7 +180,7 @@ def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp
     train_step = on(2, tmp_path)
     states = [train_step.shard(new_state(), BATCH) for _ in range(2)]
     moved, _ = train_step(states[0], BATCH)
-    assert_same(in_files(states[1]), [0 * np.asarray(x) for x in in_files(moved)])
+    small.assert_same(in_files(states[1]), [0 * np.asarray(x) for x in in_files(moved)])
     names = sorted(path.name for path in (tmp_path / "process-0").iterdir())
     assert names == ["state-0", "state-1"]
     del states, moved
@@ -293,7 +288,7 @@ def test_a_second_try_in_the_same_process_resumes_again(
         del kept
     gc.collect()
     state, _ = train_step(given, BATCH)
-    assert_same(state, after)
+    small.assert_same(state, after)
     del state
     gc.collect()
     # And what it has trained is gone on with, or refused; never begun anew.
@@ -311,7 +306,7 @@ def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
     ):
         with pytest.warns(UserWarning, match="may stand for state in files"):
             train_step.shard(restored(tmp_path, on(2, tmp_path)), BATCH)
-    assert_same(state, before)
+    small.assert_same(state, before)
 
 
 @pytest.mark.slow
@@ -333,7 +328,7 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     old = left.read_bytes()
     with pytest.warns(UserWarning, match="gets the name state-0.aside-0"):
         state = train_step.shard(new_state(), BATCH)
-    assert_same(state, to_host(new_state()))
+    small.assert_same(state, to_host(new_state()))
     assert (left.parents[1] / "state-0.aside-0" / left.name).read_bytes() == old
 
 
@@ -352,9 +347,9 @@ def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Pa
     if given == "before the first step":
         state = train_step.shard(state, BATCH)
     if given in ("before the first step", "when it is restored"):
-        assert_same(state, before)
+        small.assert_same(state, before)
     state, _ = train_step(state, BATCH)
-    assert_same(state, after)
+    small.assert_same(state, after)
 
 
 @pytest.mark.slow
@@ -370,7 +365,7 @@ def test_a_whole_checkpoint_is_of_a_step_of_files_too(tmp_path: Path):
     for folder in (tmp_path, tmp_path / "other", tmp_path / "other"):
         again = on(2, tmp_path, policy=on_disk(folder, resume=True))
         state = restored(tmp_path, again, BATCH)
-        assert_same(state, before)
+        small.assert_same(state, before)
         number = in_files(state)[0].storage.store.files.step
         assert number == (1 if folder == tmp_path else 0)
         del state
@@ -390,9 +385,9 @@ def test_both_slots_can_be_resumed(tmp_path: Path):
     again, _ = trained(tmp_path / "other", steps=1)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
     state = train_step.shard(restored(tmp_path, train_step, step=1), BATCH)
-    assert_same(state, again)
+    small.assert_same(state, again)
     state, _ = train_step(state, batches(2)[1])
-    assert_same(state, before)
+    small.assert_same(state, before)
     # The step that it has made again is another one than that of the checkpoint.
     del state
     end_of_process()
@@ -455,13 +450,13 @@ def test_what_is_saved_beside_files_is_of_their_step(tmp_path: Path):
         train_step.shard(changed, BATCH)
     train_step.plan(jax.eval_shape(new_state), BATCH)
     params, opt_state = restored(tmp_path, train_step)
-    assert_same((params, opt_state), before)
+    small.assert_same((params, opt_state), before)
     changed = jax.tree.map(lambda x: x / 2, params), opt_state
     after, _ = train_step(changed, BATCH)
     plain, _ = on(2, "", policy=jzero.HostCPU())(
         (jax.tree.map(lambda x: x / 2, before[0]), before[1]), BATCH
     )
-    assert_same(after, to_host(plain))
+    small.assert_same(after, to_host(plain))
 
 
 def test_zeros_that_stand_for_files_are_warned_of(tmp_path: Path):
@@ -522,7 +517,9 @@ def test_no_leaf_says_which_step_it_is(tmp_path: Path):
     shapes = jax.eval_shape(lambda: new_state(tx))
     for i in (2, 1):
         end_of_process()
-        assert_same(jzero.restore(tmp_path / "steps" / str(i), train_step, shapes, BATCH), found[i])
+        small.assert_same(
+            jzero.restore(tmp_path / "steps" / str(i), train_step, shapes, BATCH), found[i]
+        )
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._gradients import WaitingGradients
 from small import grouped
 from test_nvme import in_files
-from test_nvme_params import assert_same, mesh_of, on
+from test_nvme_params import on
 from test_nvme_params_faults import Stop, threads_at_work
 from test_offload_params import CLIPPED, batch, make_step, new_state, one_device
 
@@ -62,7 +62,7 @@ def test_it_trains_as_on_one_device(axes: Any, scan: bool, options: Any, tmp_pat
             state, metrics = train_step(state, batch(i))
             zoo.assert_trees_close(zoo.to_host((state, metrics)), wanted, zoo.FP32, f"step {i}")
         found.append(zoo.to_host(state))
-    assert_same(found[0], found[-1])
+    small.assert_same(found[0], found[-1])
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_padded_bfloat16_gradients_beside_parameters_in_memory(tmp_path: Path):
     for gradients in (True, False):
         train_step = small.shard_train_step(
             step,
-            mesh=mesh_of({"data": 4}),
+            mesh=small.mesh(data=4),
             memory=jzero.Memory(
                 optimizer=jzero.NVMe(
                     tmp_path / str(gradients), host_bytes=2**17, gradients=gradients
@@ -101,7 +101,7 @@ def test_padded_bfloat16_gradients_beside_parameters_in_memory(tmp_path: Path):
         for _ in range(3):
             state, _ = train_step(state, x)
         found.append(jax.tree.map(np.array, state))
-    assert_same(*found)
+    small.assert_same(*found)
 
 
 # -- what it takes ---------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def trained(folder: Path, **options: Any) -> tuple[Any, Any]:
 def goes_on(train_step: Any, state: Any, before: Any) -> None:
     """The state is what it was, and trains to the same."""
     assert not threads_at_work()
-    assert_same(state, before)
+    small.assert_same(state, before)
     expected, _ = train_step(train_step.shard(before, batch(0)), batch(1))
-    assert_same(train_step(state, batch(1))[0], expected)
+    small.assert_same(train_step(state, batch(1))[0], expected)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -289,7 +289,7 @@ def test_writes_that_stop_short_go_on(tmp_path: Path, monkeypatch: Any):
     before, old = jax.tree.map(np.array, state), os.pwrite
     expected, _ = train_step(train_step.shard(before, batch(0)), batch(1))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: old(fd, data[:4096], at))
-    assert_same(train_step(state, batch(1))[0], expected)
+    small.assert_same(train_step(state, batch(1))[0], expected)
 
 
 @pytest.mark.slow

@@ -40,20 +40,12 @@ def policies(folder: Any, **options: Any) -> dict[str, Any]:
     }
 
 
-def mesh_of(axes: dict[str, int]) -> Any:
-    num = parity.num_devices(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
-
-
 def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
     names = ("device_bytes", "host_bytes", "in_place", "gradients")
     own = {name: options.pop(name) for name in names if name in options}
-    return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    return small.shard_train_step(
+        step, mesh=small.mesh(**axes), **policies(folder, **own), **options
+    )
 
 
 # -- the same training -----------------------------------------------------------------------------
@@ -91,7 +83,7 @@ def test_it_trains_what_one_device_trains(
     options.pop("in_place", None)
     other = small.shard_train_step(
         step,
-        mesh=mesh_of(axes),
+        mesh=small.mesh(**axes),
         offload=jzero.HostCPU(),
         offload_params=window,
         **options,
@@ -102,7 +94,7 @@ def test_it_trains_what_one_device_trains(
     for i, wanted in enumerate(one_device(scan, clipped=True)):
         state, metrics = one(state, batch(i))
         same, _ = other(same, batch(i))
-        assert_same(state, same)
+        small.assert_same(state, same)
         zoo.assert_trees_close(zoo.to_host((state, metrics)), wanted, zoo.FP32, f"step {i}")
     assert len(in_files(state)) == len(jax.tree.leaves(start))
 
@@ -135,7 +127,7 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     one = on({"data": 8}, step, tmp_path, device_bytes=DEVICE_BYTES * 4)
     other = small.shard_train_step(
         step,
-        mesh=mesh_of({"data": 8}),
+        mesh=small.mesh(data=8),
         memory=jzero.Memory(optimizer=jzero.HostCPU(), params=window),
     )
     start = params, tx.init(params)
@@ -143,7 +135,7 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     for i in range(3):
         (state, loss), (same, _) = one(state, x * (i + 1)), other(same, x * (i + 1))
         alone, expected = jax.jit(step)(alone, x * (i + 1))
-        assert_same(state, same)
+        small.assert_same(state, same)
         np.testing.assert_allclose(loss, expected, rtol=2e-2)
     transfers = one.describe(state, x).transfers
     padded = [leaf.storage.shape for leaf in in_files(state[0])]
@@ -266,7 +258,7 @@ def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path,
         assert 0 < watched.most <= host_bytes
         (pool,) = watched.pools  # One for all steps; at their end it has everything back.
         assert pool.lent_bytes == 0
-    assert_same(*found)
+    small.assert_same(*found)
 
 
 @pytest.mark.slow
@@ -408,18 +400,18 @@ def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
 def test_checkpoints_go_to_every_tier_and_come_back(tmp_path: Path):
     step = make_step(True, CLIPPED)
     one = on({"data": 4}, step, tmp_path / "one")
-    other = small.shard_train_step(step, mesh=mesh_of({"data": 8}), stage=3)
+    other = small.shard_train_step(step, mesh=small.mesh(data=8), stage=3)
     state, _ = one(one.shard(new_state(True, 4, CLIPPED), batch(0)), batch(0))
     with jzero.Checkpointer(tmp_path / "steps", one, asynchronous=False) as saver:
         assert saver.save(1, state)
     shapes = jax.eval_shape(lambda: new_state(True, 4, CLIPPED))
     plain = jzero.restore(tmp_path / "steps" / "1", other, shapes, batch(0))
-    assert_same(plain, state)
+    small.assert_same(plain, state)
     with jzero.Checkpointer(tmp_path / "back", other, asynchronous=False) as saver:
         assert saver.save(1, plain)
     again = jzero.restore(tmp_path / "back" / "1", one, shapes, batch(0))
     assert len(in_files(again)) == len(jax.tree.leaves(state))
-    assert_same(one(again, batch(1))[0], one(state, batch(1))[0])
+    small.assert_same(one(again, batch(1))[0], one(state, batch(1))[0])
 
 
 @pytest.mark.slow
@@ -435,7 +427,7 @@ def test_resume_brings_parameters_back(guarded: bool, tmp_path: Path):
 
     def train_step() -> Any:
         options = policies(tmp_path, resume=True)
-        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **options)
+        return small.shard_train_step(step, mesh=small.mesh(data=2), **options)
 
     one = train_step()
     state: Any = one.shard(new_state(True, 4, tx), batch(0))
@@ -456,8 +448,8 @@ def test_resume_brings_parameters_back(guarded: bool, tmp_path: Path):
     nothing = jzero.restore(tmp_path / "steps" / "2", other, shapes)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(nothing) if x.ndim)
     state = other.shard(nothing, batch(0))  # Of the step before the last: that slot is there, too.
-    assert_same(state, before)
-    assert_same(other(state, batch(2))[0], after)
+    small.assert_same(state, before)
+    small.assert_same(other(state, batch(2))[0], after)
 
 
 # -- evaluations -----------------------------------------------------------------------------------
@@ -494,12 +486,12 @@ def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
 def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tmp_path: Path):
     policy = policies(tmp_path)["offload_params"]
     eval_step = jzero.shard_eval_step(
-        forward, mesh=mesh_of({"data": num}), memory=jzero.Memory(params=policy)
+        forward, mesh=small.mesh(data=num), memory=jzero.Memory(params=policy)
     )
     start = {"params": new_state(True, 4, CLIPPED)["params"]}
     placed = eval_step.shard(start)
     assert in_files(placed)
-    assert_same(placed, start)
+    small.assert_same(placed, start)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tiles")}
     assert len(files) == num
     for state in (placed, placed):

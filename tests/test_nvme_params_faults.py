@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import jzero
+import small
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.nvme._job_threads import NO_BUFFER, JobThreads
-from test_nvme_params import assert_same, on
+from test_nvme_params import on
 from test_offload_params import CLIPPED, batch, make_step, new_state
 from test_offload_params_faults import Interrupted, prepared, survives
 
@@ -90,9 +91,9 @@ def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monk
         with pytest.raises(Stop):
             train_step(state, batch(1))
     assert not threads_at_work()
-    assert_same(state, before)
+    small.assert_same(state, before)
     expected, _ = train_step(train_step.shard(before, batch(0)), batch(1))
-    assert_same(train_step(state, batch(1))[0], expected)
+    small.assert_same(train_step(state, batch(1))[0], expected)
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_an_error_of_the_disk_is_told_with_the_file(tmp_path: Path, monkeypatch:
         with pytest.raises(jzero.StateError, match=told):
             train_step(state, batch(1))
     assert not threads_at_work()
-    assert_same(state, before)
+    small.assert_same(state, before)
     train_step(state, batch(1))
 
 

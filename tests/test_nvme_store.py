@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
+import small
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._tiles import Together
 from jzero.offload.memory import _filling
@@ -53,9 +54,8 @@ def layouts() -> dict[str, Any]:
 
 def spec_in(folder: Path, **options: Any) -> StoreSpec:
     identity = {f"shard-{k}.tiles": {"place": [k]} for k in range(NUM)}
-    mesh = jax.make_mesh((NUM,), ("data",), devices=jax.devices()[:NUM])
     spec = StoreSpec(
-        folder, 2**18, False, False, identity=identity, mesh=mesh, **layouts()
+        folder, 2**18, False, False, identity=identity, mesh=small.mesh(data=NUM), **layouts()
     )  # fmt: skip
     return dataclasses.replace(spec, **options)
 

@@ -15,7 +15,9 @@ import jzero
 import small
 import zoo
 from jzero._compare import TOLERANCES
-from test_nnx import FLOAT64, Net, X, _double, adam_of, doubled, mesh_of, mutating_step  # noqa: F401
+from test_nnx import FLOAT64, Net, X, adam_of, doubled, mutating_step
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 nnx_jit: Any = nnx.jit
 
@@ -56,7 +58,7 @@ def test_objects_are_mutated_as_by_nnx_jit(num_devices, stage, options):
     own, objects = make(), make()
     expected = run(nnx_jit(train_step), own, [X, X + 0.1, X])
     sharded = small.shard_train_step(
-        nnx_jit(train_step), stage=stage, mesh=mesh_of(num_devices), **options
+        nnx_jit(train_step), stage=stage, mesh=small.mesh(data=num_devices), **options
     )
     results = run(sharded, objects, [X, X + 0.1, X])
     zoo.assert_trees_close(
@@ -161,7 +163,7 @@ def test_a_scan_hands_variables_through_an_evaluation():
         return nnx.remat(nnx.Linear.__call__)(layer, x)
 
     model = layers(nnx.Rngs(0))
-    eval_step: Any = jzero.shard_eval_step(forward, axes="data", mesh=mesh_of(8))
+    eval_step: Any = jzero.shard_eval_step(forward, axes="data", mesh=small.mesh(data=8))
     eval_step.shard(model)
     kernel = model.kernel.get_value()
     np.testing.assert_allclose(eval_step(model, X), forward(layers(nnx.Rngs(0)), jnp.asarray(X)))
@@ -307,7 +309,7 @@ def test_objects_under_a_mesh_of_explicit_axes(options):
     run(alone, own, [X, X])
     if options:
         alone.flush(own)
-    mesh = jax.make_mesh((8,), ("data",))  # Explicit, as JAX makes them.
+    mesh = small.mesh(data=8)  # Explicit, as JAX makes them.
     sharded = small.shard_train_step(train_step, **options)
     with jax.set_mesh(mesh):
         model, optimizer, *rest = objects

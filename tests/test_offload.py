@@ -71,7 +71,7 @@ def optimizer_names():
 @pytest.mark.parametrize("name", list(optimizer_names()))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
-    entry, mesh = ENTRIES[name], jax.make_mesh((8,), ("data",))
+    entry, mesh = ENTRIES[name], small.mesh(data=8)
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
     state: Any = optimizers.make_state(entry)
     policy = least_room(step_fn, (state, batches[0]), 600, mesh=mesh)
@@ -192,10 +192,9 @@ def make_step(tx=TX, norm=False):
 
 
 def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
         make_step(tx, norm=norm),
-        mesh=mesh,
+        mesh=small.mesh(data=num),
         offload=jzero.PinnedHost(device_bytes),
         **options,
     )
@@ -374,7 +373,7 @@ def test_a_step_that_fails_while_it_runs():
 
 @pytest.mark.slow
 def test_tensor_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, model=2)
     options: dict[str, Any] = dict(
         mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")}
     )
@@ -483,7 +482,7 @@ def test_slices_of_layers_whose_rows_are_padded():
         mean = 0.9 * mean + grads
         return w - 0.1 * mean, mean
 
-    w, mesh = jnp.ones((3, 31, 5)), jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    w, mesh = jnp.ones((3, 31, 5)), small.mesh(data=2)
     policy = least_room(step_fn, ((w, w), BATCH), 384, mesh=mesh)
     train_step = small.shard_train_step(step_fn, offload=policy, mesh=mesh)
     (bucket,) = train_step.plan((w, w), BATCH).buckets

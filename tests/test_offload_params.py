@@ -91,11 +91,9 @@ def one_device(scan, clipped, layers=4):
 
 def sharded(scan, tx, axes=None, layers=4, device_bytes=2**14, dtype=None, **options):
     axes = {"data": 8} if axes is None else axes
-    num = parity.num_devices(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
         make_step(scan, tx, dtype),
-        mesh=mesh,
+        mesh=small.mesh(**axes),
         offload_params=jzero.PinnedHost(device_bytes=device_bytes),
         **options,
     )
@@ -213,10 +211,9 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
     weights = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys]
 
     def train(device_bytes):
-        mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
         train_step = small.shard_train_step(
             step,
-            mesh=mesh,
+            mesh=small.mesh(data=num),
             axes=jzero.Axes(axis_name="batch"),
             memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=device_bytes)),
         )
@@ -515,10 +512,9 @@ def test_refused_by_name(options, text):
 
 
 def test_other_axes_for_parameters_are_refused():
-    mesh = jax.make_mesh((2, 4), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2)
     train_step = small.shard_train_step(
         make_step(True, CLIPPED),
-        mesh=mesh,
+        mesh=small.auto_mesh(node=2, local=4),
         memory=jzero.Memory(params=jzero.PinnedHost()),
         axes=jzero.Axes(params="local"),
     )

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jzero
+import small
 import zoo
 from interrupting import interruption
 from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
@@ -45,14 +46,9 @@ def survives(train_step, state, args, before, expected) -> bool:
         with pytest.raises(jzero.StateError, match="already donated: .* Use the state that"):
             train_step(state, *args)
         return False
-    assert_same(zoo.to_host(state), before)
-    assert_same(zoo.to_host(train_step(state, *args)), expected)
+    small.assert_same(zoo.to_host(state), before)
+    small.assert_same(zoo.to_host(train_step(state, *args)), expected)
     return True
-
-
-def assert_same(found, expected):
-    for a, d in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, d)
 
 
 class Interrupted:
@@ -163,11 +159,10 @@ def watched_step(alarm, scan, tx):
 def test_callbacks_that_fail(scan, update, tx):
     """In each layer of each pass. An update that waits for the norm of all gradients has not begun."""
     alarm = Alarm()
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = jzero.shard_train_step(
         watched_step(alarm, scan, tx),
         stage=3,
-        mesh=mesh,
+        mesh=small.mesh(data=2),
         axes=jzero.Axes(min_shard_bytes=1024),
         memory=jzero.Memory(
             optimizer=UPDATES[update], params=jzero.PinnedHost(device_bytes=DEVICE_BYTES)

@@ -19,16 +19,11 @@ import gpu_compiler
 import jzero
 import small
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 ROWS, DIM = 32, 4
 GATHERED = "nothing says that its rows are apart; jzero.per_example promises it"
 NOT_COVERED = "jzero.per_example does not cover it"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 def normal(*shape, seed=0):

@@ -64,8 +64,9 @@ def optax_promotions():
 @pytest.mark.parametrize(("name", "stage"), CASES, ids=lambda value: str(value))
 def test_trains_as_on_one_device(name: str, stage: int):
     entry = ENTRIES[name]
-    mesh = jax.make_mesh((NUM_DEVICES,), ("data",), devices=jax.devices()[:NUM_DEVICES])
-    train_step = small.shard_train_step(optimizers.make_step(entry), stage=stage, mesh=mesh)
+    train_step = small.shard_train_step(
+        optimizers.make_step(entry), stage=stage, mesh=small.mesh(data=NUM_DEVICES)
+    )
     batches = optimizers.make_batches(entry.poisoned)
     state: Any = train_step.shard(optimizers.make_state(entry), batches[0])
     for i, (batch, expected) in enumerate(zip(batches, one_device(name), strict=True)):
@@ -112,7 +113,7 @@ def test_comparison_notices_a_gradient_of_other_rows(name: str):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rest_check_notices_full_leaves(sharded: bool):
-    mesh = jax.make_mesh((NUM_DEVICES,), ("data",), devices=jax.devices()[:NUM_DEVICES])
+    mesh = small.mesh(data=NUM_DEVICES)
     spec = jax.P("data") if sharded else jax.P()
     moment = jax.device_put(np.zeros((16, 32)), jax.NamedSharding(mesh, spec))
     if sharded:

@@ -67,10 +67,6 @@ def assert_same_training(tx, options, mesh, num_steps=4):
     return train_step, state
 
 
-def mesh_of(num_devices, **kwargs):
-    return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices], **kwargs)
-
-
 def min_max_normalised(offset):
     """A transformation that would show padding in a sum, a mean, a maximum, a minimum, or by NaN.
 
@@ -104,14 +100,14 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_padding_reaches_no_norm_and_no_maximum(tx, stage):
-    assert_same_training(tx, {"stage": stage}, mesh_of(8))
+    assert_same_training(tx, {"stage": stage}, small.mesh(data=8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 5, 6, 7, 8])
 def test_every_number_of_devices(num_devices):
     tx = OPTIMIZERS["clipped adamw"]
-    train_step, state = assert_same_training(tx, {"stage": 3}, mesh_of(num_devices))
+    train_step, state = assert_same_training(tx, {"stage": 3}, small.mesh(data=num_devices))
     share = -(-VOCABULARY // num_devices)
     table = state[0]["table"]
     assert isinstance(table, jzero.LeafArray)
@@ -144,16 +140,17 @@ def test_every_number_of_devices(num_devices):
     ids=str,
 )
 def test_options_on_two_axes(options):
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    mesh = small.mesh(node=2, local=4)
     assert_same_training(OPTIMIZERS["clipped adamw"], options, mesh)
 
 
 @pytest.mark.slow
 def test_parameters_within_a_node_are_unions_of_their_moments():
     """53 rows on 8 devices are 7 each, so a quarter of the node holds 14: cutting one moves nothing."""
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
     train_step = small.shard_train_step(
-        make_step(optax.adam(1e-2)), axes=jzero.Axes(params="local"), mesh=mesh
+        make_step(optax.adam(1e-2)),
+        axes=jzero.Axes(params="local"),
+        mesh=small.mesh(node=2, local=4),
     )
     state = train_step.shard(init(optax.adam(1e-2)), tokens())
     params, opt_state = state
@@ -180,7 +177,7 @@ def test_rows_that_a_nodes_devices_divide_are_padded_for_all_devices():
 
 @pytest.mark.slow
 def test_explicit_axes():
-    mesh = mesh_of(8, axis_types=(AxisType.Explicit,))
+    mesh = small.mesh(AxisType.Explicit, data=8)
     with jax.set_mesh(mesh):
         assert_same_training(optax.adam(1e-2), {"stage": 3}, None)
 
@@ -189,7 +186,7 @@ def test_explicit_axes():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_born_in_its_layout_and_carried_through_jit(axis_type):
     tx = optax.adam(1e-2)
-    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8, axis_types=(axis_type,)))
+    train_step = small.shard_train_step(make_step(tx), mesh=small.mesh(axis_type, data=8))
     state = train_step.init(lambda: init(tx))
     assert isinstance(state[0]["table"], jzero.LeafArray)
     zoo.assert_trees_close(
@@ -206,7 +203,7 @@ def test_born_in_its_layout_and_carried_through_jit(axis_type):
 @pytest.mark.slow
 def test_one_program_for_a_leaf_padded_or_plain():
     tx = optax.adam(1e-2)
-    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
+    train_step = small.shard_train_step(make_step(tx), mesh=small.mesh(data=8))
     state, _ = train_step(init(tx), tokens())
     state, _ = train_step(state, tokens())
     train_step(jax.device_get(state), tokens())  # NumPy arrays, from a checkpoint
@@ -216,9 +213,9 @@ def test_one_program_for_a_leaf_padded_or_plain():
 @pytest.mark.slow
 def test_a_state_padded_for_another_mesh_is_padded_anew():
     tx = optax.adam(1e-2)
-    state, _ = small.shard_train_step(make_step(tx), mesh=mesh_of(8))(init(tx), tokens())
+    state, _ = small.shard_train_step(make_step(tx), mesh=small.mesh(data=8))(init(tx), tokens())
     expected = jax.device_get(state)
-    moved = small.shard_train_step(make_step(tx), mesh=mesh_of(3)).shard(state)
+    moved = small.shard_train_step(make_step(tx), mesh=small.mesh(data=3)).shard(state)
     assert moved[0]["table"].storage.shape == (54, WIDTH)
     zoo.assert_trees_close(jax.device_get(moved), expected, zoo.FP32, "state")
 
@@ -226,7 +223,7 @@ def test_a_state_padded_for_another_mesh_is_padded_anew():
 @pytest.mark.slow
 def test_state_shardings_place_true_shapes():
     tx = optax.adam(1e-2)
-    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
+    train_step = small.shard_train_step(make_step(tx), mesh=small.mesh(data=8))
     shardings = train_step.state_shardings(init(tx), tokens())
     placed = jax.device_put(init(tx), shardings)
     assert placed[0]["table"].sharding.is_fully_replicated
@@ -234,7 +231,7 @@ def test_state_shardings_place_true_shapes():
 
 
 def test_a_padded_array_reads_as_its_true_shape():
-    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
+    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=small.mesh(data=8))
     state, _ = train_step(init(optax.sgd(0.1)), tokens())
     table = state[0]["table"]
     assert repr(table) == "LeafArray(shape=(53, 11), dtype=float32, padded to (56, 11))"
@@ -270,7 +267,7 @@ def test_extremes_of_every_dtype(row, dtype):
         return (w - grads, q), (q.max().astype(jnp.float32), q.min().astype(jnp.float32))
 
     q = jnp.ones((11, 3), dtype).at[row, 0].set(jnp.asarray(7, dtype))
-    train_step = small.shard_train_step(step, mesh=mesh_of(8))
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=8))
     state = jnp.ones((11, 3)), q.at[row, 1].set(jnp.asarray(0, dtype))
     found = train_step(state, jnp.ones((8, 11)))[1]
     assert [float(x) for x in found] == [1.0 if dtype == jnp.bool_ else 7.0, 0.0]
@@ -312,7 +309,7 @@ def test_an_array_without_elements_stays_full():
 
 
 def test_a_consumed_padded_leaf_is_named():
-    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
+    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=small.mesh(data=8))
     state, _ = train_step(init(optax.sgd(0.1)), tokens())
     train_step(state, tokens())
     with pytest.raises(jzero.StateError, match=r"already donated: state\[0\]\['bias'\]"):
@@ -363,7 +360,7 @@ def test_nnx_modules_read_padded_parameters():
 
     step_fn, state = jzero.from_nnx(train_step, model, optimizer)
     batch = jnp.ones((8, 7))
-    state, loss = small.shard_train_step(step_fn, mesh=mesh_of(8))(state, batch)
+    state, loss = small.shard_train_step(step_fn, mesh=small.mesh(data=8))(state, batch)
     expected = train_step(model, optimizer, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     after = jnp.mean(model(batch) ** 2)

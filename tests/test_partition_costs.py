@@ -580,7 +580,7 @@ def test_a_running_loss_in_16_bits():
         return lax.scan(iteration, jnp.zeros((), w.dtype), chunks)[0]
 
     w, x = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((8, 8, 4), jnp.bfloat16)
-    train_step = small.shard_train_step(learned(loss), stage=3, mesh=jax.make_mesh((8,), ("data",)))
+    train_step = small.shard_train_step(learned(loss), stage=3, mesh=small.mesh(data=8))
     expected, value = jax.jit(learned(loss))(w, x)
     got, found = train_step(train_step.shard(w), x)
     np.testing.assert_array_equal(np.float32(found), np.float32(value))
@@ -643,8 +643,7 @@ def test_they_train_as_on_one_device(name, monkeypatch):
     for size, value in SMALL_SIZES.items():
         monkeypatch.setitem(globals(), size, value)
     step, params, batch = STEPS[name]
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
-    train_step = small.shard_train_step(step, stage=3, mesh=mesh)
+    train_step = small.shard_train_step(step, stage=3, mesh=small.mesh(node=2, local=4))
     expected, got = params(), train_step.shard(params())
     for _ in range(2):
         expected, outputs = jax.jit(step)(expected, *batch())

@@ -27,12 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 from jzero.ir._layout import Layout, replicated
 from jzero.sharding.partition._movement import is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.tracing import _jaxpr, _rewrite
 from layout_blocks import held_by, positions
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 DEVICES = 4
 # Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size;
@@ -41,13 +44,6 @@ LAYOUTS = {"contiguous": (8, 4), "dealt": (8, 8), "padded": (5, 7), "few": (3, 2
 # Each place has one of the two with each of JAX's releases.
 TWO_LAYOUTS = (("contiguous", "padded"), ("dealt", "few"), ("square", "padded"))
 OTHERS = (3, 6, 4, 9, 5, 7)  # sizes of the rest, in their order
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -856,8 +852,7 @@ def test_one_update_of_rows_that_were_moved(num):
         return w, {"moved": moved, "last": jnp.roll(x[:, 0], -1).at[-1].add(1.0)}
 
     w, x = jnp.ones((3, 2), np.float32), np.arange(60, dtype=np.float32).reshape(20, 3)
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    lowered = jax.jit(jzero.shard_train_step(step, mesh=mesh)).lower(w, x)
+    lowered = jax.jit(jzero.shard_train_step(step, mesh=small.mesh(data=num))).lower(w, x)
     optimized: Any = {
         "xla_backend_optimization_level": 3,
         "xla_llvm_disable_expensive_passes": False,

@@ -22,13 +22,9 @@ from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 TX = optax.adam(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def _wide():
-    with jax.enable_x64(True):
-        yield
 
 
 def loss_of(params, batch):
@@ -62,10 +58,6 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-def mesh(**sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
@@ -81,7 +73,7 @@ def mesh(**sizes):
     ],
 )
 def test_it_trains_as_one_device(axes, options, rows):
-    train_step = small.shard_train_step(step_fn, mesh=mesh(**axes), **options)
+    train_step = small.shard_train_step(step_fn, mesh=small.mesh(**axes), **options)
     expected = state = state_of()
     for batch in batches(rows):
         expected, wanted = jax.jit(step_fn)(expected, batch)
@@ -358,7 +350,7 @@ def pmapped(state, batch):
 
 @pytest.mark.slow
 def test_of_a_step_with_offload_the_gradients_are_printed():
-    train_step = small.shard_train_step(step_fn, mesh=mesh(data=8), memory=jzero.PinnedHost())
+    train_step = small.shard_train_step(step_fn, mesh=small.mesh(data=8), memory=jzero.PinnedHost())
     program = train_step.program(state_of(16), batches()[0], after="order")
     lines = str(program).splitlines()
     assert lines[0].startswith("# step_fn, gradients, after order, of one device")
@@ -406,7 +398,7 @@ def test_places_along_two_axes_are_those_of_the_mesh():
         )
 
     w, batch = jnp.ones((16, 4)), batches()[0]
-    new, found = small.shard_train_step(step, mesh=mesh(node=2, local=4))(w, batch)
+    new, found = small.shard_train_step(step, mesh=small.mesh(node=2, local=4))(w, batch)
     expected, wanted = jax.jit(step)(w, batch)
     assert_close(found, wanted)
     assert_close(new, expected)
@@ -418,6 +410,6 @@ def test_keys_differ_between_the_devices_of_all_axes():
         grad = jax.lax.pmean(jax.grad(lambda w: jnp.mean(batch @ w))(w), ("node", "local"))
         return w - 0.1 * grad, noise
 
-    train_step = jzero.shard_train_step(step, mesh=mesh(node=2, local=4))
+    train_step = jzero.shard_train_step(step, mesh=small.mesh(node=2, local=4))
     _, noise = train_step(jnp.ones((16, 4)), batches()[0], jax.random.key(0))
     assert len(np.unique(noise)) == 16

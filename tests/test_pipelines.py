@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -20,12 +19,6 @@ STAGES, EACH, MICROBATCHES, WIDTH, HIDDEN, VOCAB, SEQ, BATCH = 2, 2, 4, 16, 32, 
 TICKS = MICROBATCHES + STAGES - 1
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 COLUMNS, ROWS = P("stage", None, None, "model"), P("stage", None, "model")
-
-
-def mesh_of(**sizes):
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    types = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
 
 
 def init():
@@ -107,7 +100,7 @@ def batches(num=4):
 
 
 def sharded(stage, model=1, data=2, **options):
-    mesh = mesh_of(data=data, stage=STAGES, **({"model": model} if model > 1 else {}))
+    mesh = small.auto_mesh(data=data, stage=STAGES, **({"model": model} if model > 1 else {}))
     constrain = jax.lax.with_sharding_constraint if model > 1 else lambda x, spec: x
     specs = {"up": COLUMNS, "down": ROWS} if model > 1 else {}
     return small.shard_train_step(
@@ -205,7 +198,7 @@ def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
 
     train_step = small.shard_train_step(
         make_step(through),
-        mesh=mesh_of(data=2, stage=STAGES),
+        mesh=small.auto_mesh(data=2, stage=STAGES),
         axes=jzero.Axes("data", auto_specs={"blocks": P("stage")}),
     )
     state = train_step.init(lambda: merged(init()))
@@ -251,7 +244,9 @@ def test_layers_in_a_loop_over_time_are_gathered_and_reduced_once(stage, compute
 
     w = np.asarray(jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH))) / 4
     x = np.random.default_rng(0).normal(size=(BATCH, 5, WIDTH)).astype(np.float32)
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(data=4), axes="data")
+    train_step = small.shard_train_step(
+        step, stage=stage, mesh=small.auto_mesh(data=4), axes="data"
+    )
     state = train_step.shard(jnp.array(w), x)
     moved = [(c.op, c.total_elements) for c in train_step.describe(state, x).traffic]
     passes = 2 if stage == 3 else 1

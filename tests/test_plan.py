@@ -15,8 +15,7 @@ POLICIES = [jzero.NoOffload(), jzero.PinnedHost(2**12), jzero.HostCPU(), jzero.H
 
 
 def sharded(num: int, step_fn=None, **options):
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    return small.shard_train_step(step_fn or make_step(TX), mesh=mesh, **options)
+    return small.shard_train_step(step_fn or make_step(TX), mesh=small.mesh(data=num), **options)
 
 
 def plan_of(num: int = 4, **options):

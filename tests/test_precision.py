@@ -17,10 +17,6 @@ import small
 STAGES = (0, 1, 2, 3)
 
 
-def mesh_of(num_devices):
-    return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-
-
 def init_params(dtype):
     keys = jax.random.split(jax.random.key(0))
     return {
@@ -103,7 +99,7 @@ def test_masters_in_shards(stage, num_devices):
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
     step = make_step(tx)
     train_step = small.shard_train_step(
-        step, stage=stage, mesh=mesh_of(num_devices), microbatches=2
+        step, stage=stage, mesh=small.mesh(data=num_devices), microbatches=2
     )
     (_, opt_state), metrics = run(train_step, init(tx), batches())
     (_, expected), expected_metrics = run(jax.jit(step), init(tx), batches())
@@ -183,7 +179,7 @@ def test_shards_round_as_the_whole_would(stage, num_devices):
 
     xs = [np.random.default_rng(i).integers(-8, 8, (64, 16)).astype(np.float32) for i in range(5)]
     params = jnp.ones((16, 32), jnp.bfloat16)
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices))
+    train_step = small.shard_train_step(step, stage=stage, mesh=small.mesh(data=num_devices))
     actual, _ = run(train_step, (params, tx.init(params)), xs)
     expected, _ = run(jax.jit(step), (params, tx.init(params)), xs)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -299,7 +295,7 @@ def test_one_bad_row_on_one_device_skips_the_step_on_all(make, stage, num_device
     step, start = make()
     xs = poisoned(batches(), 2, row=63)  # of the last device, in its last microbatch
     train_step = small.shard_train_step(
-        step, stage=stage, mesh=mesh_of(num_devices), microbatches=k
+        step, stage=stage, mesh=small.mesh(data=num_devices), microbatches=k
     )
     state, expected = jax.tree.map(jnp.copy, start), jax.tree.map(jnp.copy, start)
     plain = jax.jit(step)

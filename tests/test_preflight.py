@@ -524,9 +524,8 @@ def test_a_program_that_is_not_ours():
 
 
 def test_a_step_on_another_mesh_is_planned_the_same():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
     train_step = small.shard_train_step(
-        programs.train_step, mesh=mesh, axes=jzero.Axes(params="local")
+        programs.train_step, mesh=small.mesh(node=2, local=4), axes=jzero.Axes(params="local")
     )
     state = programs.abstract_state(programs.Model())
     found = jzero.preflight(train_step, state, BATCH, topology="2x4")  # as many devices
@@ -534,7 +533,7 @@ def test_a_step_on_another_mesh_is_planned_the_same():
     assert found.report.plan.leaves == train_step.plan(state, BATCH).leaves
     with pytest.raises(jzero.MeshError, match="Sizes of several axes cannot be guessed"):
         jzero.preflight(train_step, state, BATCH, topology="2x8")
-    one_axis = small.shard_train_step(programs.train_step, mesh=jax.make_mesh((8,), ("x",)))
+    one_axis = small.shard_train_step(programs.train_step, mesh=small.mesh(x=8))
     found = jzero.preflight(one_axis, state, BATCH, topology="2x8")
     assert found.report
     assert found.report.plan.axes == (("x", 16),)

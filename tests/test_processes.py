@@ -18,6 +18,7 @@ import pytest
 
 import jzero
 import process_worker
+import small
 import waiting
 from jzero.checkpoint import _inspect
 
@@ -133,7 +134,7 @@ def test_goes_on_with_fewer_processes(tmp_path):
     """Saved by four processes, gone on with by two of them, and by one: the same losses as of one."""
     four = found_by("first_half", 4, 1, tmp_path)
     two = found_by("second_half", 2, 2, tmp_path)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = small.mesh(data=4)
     (tmp_path / "whole").mkdir()
     whole = process_worker.go_on(tmp_path / "whole", 2 * process_worker.NUM_STEPS, mesh)
     assert four == [four[0]] * 4

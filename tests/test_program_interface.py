@@ -214,7 +214,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
 ], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     """In the forward-backward program; buckets gather nothing but new parameters. And the same training."""
-    step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    step_fn, mesh = make_step(tx), small.mesh(data=4)
     plain = small.shard_train_step(step_fn, mesh=mesh, **options)
     offloaded = on(4, ROOM, tx, **options)
     state, wanted = new_state(tx, dtype), new_state(tx, dtype)

@@ -117,7 +117,7 @@ def test_a_maximum_knows_of_a_row_that_is_no_number():
     x = jnp.arange(32.0).reshape(8, 4).at[1, 2].set(jnp.nan)
     w = jnp.ones(4)
     expected = jax.jit(step)(w, x)
-    found = small.shard_train_step(step, mesh=jax.make_mesh((4,), ("data",)))(w, x)
+    found = small.shard_train_step(step, mesh=small.mesh(data=4))(w, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
     assert all(np.isnan(np.asarray(value)).any() for value in found[1])

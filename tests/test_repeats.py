@@ -34,7 +34,7 @@ def make_state() -> dict[str, Any]:
 
 
 def make_step() -> Any:
-    return small.shard_train_step(step, stage=3, mesh=jax.make_mesh((8,), ("data",)))
+    return small.shard_train_step(step, stage=3, mesh=small.mesh(data=8))
 
 
 def trained(train_step: Any, num_steps: int = 3) -> Any:
@@ -141,8 +141,7 @@ def test_leaves_padded_to_one_shape_are_unlike():
     def decay(w, x):
         return w - x * jax.grad(lambda w: jnp.mean(w**2))(w)
 
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    train_step = small.shard_train_step(decay, mesh=mesh)
+    train_step = small.shard_train_step(decay, mesh=small.mesh(data=4))
     found = {rows: jnp.ones((rows, 1)) for rows in (5, 7)}
     for i in range(3):
         for rows, w in found.items():

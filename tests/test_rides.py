@@ -1,10 +1,10 @@
 """Slices that iterations of a loop fetch within their programs, for the next one or the one after it."""
 
-import jax
 import numpy as np
 import pytest
 
 import jzero
+import small
 import test_offload_params as params
 import zoo
 from jzero._memory_kinds import PINNED
@@ -215,7 +215,7 @@ def test_loops_of_few_iterations(layers):
 
 def test_a_gpu_gets_options_and_a_trace_does_not(monkeypatch):
     """JAX refuses options of a program within a trace; XLA for CPUs takes those for GPUs."""
-    assert not _copies.options_of(_copies.ITERATION, jax.make_mesh((8,), ("data",)))
+    assert not _copies.options_of(_copies.ITERATION, small.mesh(data=8))
     monkeypatch.setattr(_copies, "platform_of", lambda mesh: "gpu")
     assert _copies.options_of(_copies.ITERATION, None)
     assert not _copies.options_of("iteration", None)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jzero
+import small
 from experiments.rivals.models import training
 from experiments.rivals.zoo import (
     GPT,
@@ -71,9 +71,7 @@ def test_every_rival_trains_as_one_device(name: str):
     init = jax.jit(model.init)
     batches = [new_batch(model.batch(row.rows * DEVICES), seed) for seed in range(STEPS)]
     expected = trained(jax.jit(model.step), init(jax.random.key(0)), batches)
-    mesh = jax.make_mesh(
-        (DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES]
-    )
+    mesh = small.auto_mesh(data=DEVICES)
     for way in RIVALS:
         given = rival(way, row, model, mesh, axes=jzero.Axes(min_shard_bytes=0))
         state = init(jax.random.key(0))

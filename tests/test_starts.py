@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 import zoo
 from jzero.ir import _starts
 from jzero.tracing import _jaxpr
@@ -80,8 +81,9 @@ def test_rows_that_are_shifted_in_their_place(rows, devices, accumulate):
 
     x = jax.random.normal(jax.random.key(0), (rows, 4))
     expected = jax.jit(step)(jnp.ones(4), x)
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    train_step = jzero.shard_train_step(step, stage=0, mesh=mesh, microbatches=accumulate)
+    train_step = jzero.shard_train_step(
+        step, stage=0, mesh=small.mesh(data=devices), microbatches=accumulate
+    )
     found = jax.device_get(train_step(jnp.ones(4), x))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected
@@ -102,7 +104,7 @@ def test_what_a_step_takes_of_a_microbatch_is_of_that_microbatch(start):
         return w - 0.1 * lax.pmean(grad, "data"), {"loss": lax.pmean(loss, "data")}
 
     num, rows = 4, 4
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = small.mesh(data=2)
     x = np.random.default_rng(0).normal(size=(2 * num * rows, 4))
     parts = x.reshape(2 * num, rows, 4)
     alone = jax.vmap(step, (None, 0, None), axis_name="data")

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jzero
+import small
 import zoo
 from jzero.testing import assert_collectives, assert_same_training
 from small import grouped
@@ -42,7 +43,7 @@ def init():
 
 
 def sharded(step_fn=step, devices=8, **options):
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    mesh = small.mesh(data=devices)
     chosen: dict[str, Any] = {"state_argnums": (0, 1), "min_shard_bytes": 0, "mesh": mesh}
     return jzero.shard_train_step(step_fn, **grouped(**chosen | options))
 

@@ -459,7 +459,7 @@ def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
     x = jnp.ones((BATCH, WIDTH), dtype)
     options = {"reduce_dtype": jnp.bfloat16} if dtype == jnp.float32 else {}
     floor = {"min_shard_bytes": 129} if stage else {}
-    two = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    two = small.auto_mesh(data=2)
     results = []
     for mesh, specs in ((two, None), (mesh_of(2, 2), auto_specs)):
         constrain = jax.lax.with_sharding_constraint if specs else lambda x, _: x

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jzero.testing
+import small
 import zoo
 from jzero._compare import differences, to_host, ulps_apart
 from jzero.testing import Tolerance, assert_collectives, assert_same_training
@@ -76,7 +77,7 @@ def test_a_right_step_passes(stage):
 
 @pytest.mark.slow
 def test_options_reach_the_step():
-    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    mesh = small.mesh(node=2, local=4)
     step = make_step(mean_loss)
     assert_same_training(
         step, init, BATCHES, mesh=mesh, axes=jzero.Axes(params="local"), microbatches=2
@@ -264,9 +265,8 @@ def test_nothing_to_compare():
     step = make_step(mean_loss)
     fails("batches is empty. Each batch is one step.", assert_same_training, step, init, [],
           error=jzero.OptionError)  # fmt: skip
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     fails(["the mesh has 1 device", "device_count=8"], assert_same_training, step, init,
-          BATCHES, mesh=mesh, error=jzero.MeshError)  # fmt: skip
+          BATCHES, mesh=small.mesh(data=1), error=jzero.MeshError)  # fmt: skip
 
 
 @pytest.mark.slow

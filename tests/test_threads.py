@@ -56,8 +56,7 @@ def _threads_take_turns_often() -> Iterator[None]:
 
 
 def sharded(tier: str, folder: pathlib.Path) -> Any:
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    return small.shard_train_step(layers, mesh=mesh, **TIERS[tier](folder))
+    return small.shard_train_step(layers, mesh=small.mesh(data=2), **TIERS[tier](folder))
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -318,7 +318,7 @@ def test_a_step_written_for_pmap():
         loss, grads = jax.value_and_grad(unrolled)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = small.mesh(data=4)
     assert_same_training(
         step,
         lambda: weights(LOSSES["unrolled"][1]),
@@ -555,7 +555,7 @@ def test_without_the_option_nothing_is_said():
 
 def test_a_tensor_axis():
     """A product that sums over what XLA cuts reads a matrix whole, and it is named; the others are cut."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    mesh = small.auto_mesh(data=4, model=2)
 
     def loss_fn(p, x):
         hidden = jnp.tanh(x @ p["up"])

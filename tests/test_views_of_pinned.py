@@ -102,7 +102,7 @@ BY_DEFAULT = "PinnedHost in slices", "parameters and HostCPU", "parameters and N
 )
 def test_a_step_goes_on_after_its_state_was_read(tier, tmp_path):
     options, num, takes = options_of(tier, tmp_path), *TIERS[tier][1:]
-    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    mesh = small.mesh(data=num)
     step = make_step(True, CLIPPED)
     train_step = small.shard_train_step(step, mesh=mesh, **options)
     eval_step = jzero.shard_eval_step(evaluate, like=train_step)
@@ -115,16 +115,16 @@ def test_a_step_goes_on_after_its_state_was_read(tier, tmp_path):
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 state = train_step.flush(train_step(state, batch(i))[0])
-            assert_same(held, before, what)
+            small.assert_same(held, before, what)
             assert bool(warned) <= (takes and "held" in what), [str(x.message) for x in warned]
             assert bool(warned) >= (takes and what in ("asarray, held", "saved and held")), what
             assert all("has a view of state" in str(x.message) for x in warned)
-            assert_same(shards_of(state), shards_of(alone), what)
+            small.assert_same(shards_of(state), shards_of(alone), what)
             plain, _ = jax.jit(step)(plain, batch(i))
         restored = checkpointer.restore(jax.eval_shape(make), batch(0))
         again = train_step.flush(train_step(restored, batch(8))[0])
-    assert_same(zoo.to_host(state), zoo.to_host(alone), "the last state")
-    assert_same(zoo.to_host(again), zoo.to_host(alone), "restored")
+    small.assert_same(zoo.to_host(state), zoo.to_host(alone), "the last state")
+    small.assert_same(zoo.to_host(again), zoo.to_host(alone), "restored")
     if tier != "delayed":
         zoo.assert_trees_close(zoo.to_host(state), jax.device_get(plain), zoo.FP32, "jax.jit")
 
@@ -138,7 +138,7 @@ PLANS = [
 
 @pytest.fixture
 def leaves() -> list[jax.Array]:
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = small.mesh(data=4)
     place = jax.NamedSharding(mesh, jax.P("data"), memory_kind="pinned_host")
     made = jax.jit(lambda: [i + jnp.arange(64.0) for i in range(3)], out_shardings=place)()
     return list(jax.block_until_ready(made))
@@ -152,7 +152,7 @@ def test_one_shard_with_a_view_is_all_that_is_copied(leaves):
     before = [addresses(x) for x in leaves]
     held = np.asarray(leaves[1].addressable_shards[2].data)
     told = r": 64 B of pinned memory were copied, since somebody has a view of state\[1\] float32\[64\]\. "
-    with pytest.warns(UserWarning, match=told), jax.set_mesh(jax.make_mesh((8,), ("all",))):
+    with pytest.warns(UserWarning, match=told), jax.set_mesh(small.mesh(all=8)):
         new = renewed(leaves, [2, 1], PLANS)
     assert [x.is_deleted() for x in leaves] == [False, True, True]
     for i, x in new.items():  # What was taken back, as the refusal is emulated, is elsewhere.
@@ -167,7 +167,7 @@ def test_one_shard_with_a_view_is_all_that_is_copied(leaves):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_zeros_are_donated_where_they_are(dtype):
     """On a CPU `device_put` may keep NumPy's memory, by chance, and its donation is a copy."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = small.mesh(data=2)
     for _ in range(16):
         x = pinned_zeros((256, 4), jnp.dtype(dtype), jax.NamedSharding(mesh, jax.P("data")))
         before = addresses(x)
@@ -186,8 +186,3 @@ def test_when_a_copy_fails_what_is_lost_says_so(leaves, monkeypatch):
         renewed(leaves, [0, 1], PLANS)
     assert [x.is_deleted() for x in leaves] == [True, True, False]
     np.testing.assert_array_equal(held, 1 + np.arange(32, 48))
-
-
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs), what

@@ -7,20 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 import jzero
+import small
 from jzero.sharding.passes import _quantize
 from small import grouped
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
 D = 128
-
-
-def mesh_of(**sizes):
-    num = int(np.prod(list(sizes.values())))
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=jax.devices()[:num])
 
 
 def init(dtype=jnp.float32, width=D):
@@ -100,7 +95,7 @@ def test_products_see_what_codes_say_and_nothing_else_changes(num, codes, width,
         params, tokens = init(jnp.float64, width), jnp.arange(48) % 256
         train_step = jzero.shard_train_step(
             step,
-            mesh=mesh_of(data=num),
+            mesh=small.auto_mesh(data=num),
             **grouped(gather_dtype=codes, min_shard_bytes=0, **options),
         )
         dims = dims_of(train_step, params, tokens)
@@ -176,7 +171,7 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
         train_step: Any = jzero.shard_train_step(
             plain,
             stage=3,
-            mesh=mesh_of(node=node, local=local),
+            mesh=small.auto_mesh(node=node, local=local),
             **grouped(reduce_dtype=hops, **microbatches),
         )
         parts = jnp.split(rows, node * local * num)
@@ -193,7 +188,7 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
 
 @pytest.mark.slow
 def test_replicas_sum_shards_as_codes_and_agree():
-    mesh = mesh_of(node=2, local=4)
+    mesh = small.auto_mesh(node=2, local=4)
     params, tokens = init(), jnp.arange(48) % 256
     options = dict(mesh=mesh, param_axes="local", optimizer_axes="local")
     exact = jzero.shard_train_step(step, **grouped(**options))
@@ -240,7 +235,7 @@ def test_codes_meet_every_other_option(options):
     sizes = (
         {"node": 2, "local": 2, "model": 2} if "auto_specs" in options else {"node": 2, "local": 4}
     )
-    mesh = mesh_of(**sizes)
+    mesh = small.auto_mesh(**sizes)
     axes = ("node", "local")
     params, tokens = init(), jnp.arange(64) % 256
     exact = jzero.shard_train_step(step, mesh=mesh, **grouped(axis_names=axes, **options))
@@ -299,7 +294,7 @@ def test_a_copy_that_rests_takes_up_the_difference(options, width):
 
 
 def test_copies_over_other_axes_stay_near_their_masters_and_alike():
-    mesh = mesh_of(node=2, local=4)
+    mesh = small.auto_mesh(node=2, local=4)
     with jax.enable_x64(True):
         state, tokens = state_with_masters(), jnp.arange(48) % 256
         train_step = jzero.shard_train_step(
@@ -471,7 +466,9 @@ def update_of(loss_of, params, *args, **options):
         grads = jax.grad(loss_of)(params, *args)
         return jax.tree.map(lambda w, g: w - g, params, grads)
 
-    train_step: Any = jzero.shard_train_step(descend, mesh=mesh_of(data=4), **grouped(**options))
+    train_step: Any = jzero.shard_train_step(
+        descend, mesh=small.auto_mesh(data=4), **grouped(**options)
+    )
     new = train_step(params, *args)
     return jax.tree.map(lambda w, v: np.asarray(w) - np.asarray(v), params, new), train_step
 
@@ -575,7 +572,7 @@ def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes()
             new = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
             return new, of_slices(params, x, seen)
 
-        mesh = mesh_of(data=4)
+        mesh = small.auto_mesh(data=4)
         train_step = jzero.shard_train_step(step, comm=jzero.Comm(gather_dtype=INT8), mesh=mesh)
         found, losses = trained(train_step, params, x, 2)
         wanted, expected = trained(jax.jit(reference), params, x, 2)
@@ -651,7 +648,7 @@ def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
 
 def test_replicas_along_one_axis_travel_as_codes_and_along_another_exactly():
     """Over each axis they are summed up once."""
-    mesh = mesh_of(pod=2, node=2, local=2)
+    mesh = small.auto_mesh(pod=2, node=2, local=2)
     tokens = jnp.arange(48) % 256
     options: Any = dict(param_axes="local", optimizer_axes="local")
     reduce_dtype = {"node": INT8}

@@ -398,10 +398,6 @@ def test_what_loops_close_over_is_gathered_before_them_if_it_fits(kind):
 # -- kept gathered ----------------------------------------------------------------------------------
 
 
-def mesh(**sizes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
-
-
 MESHES = [{"data": 8}, {"node": 2, "local": 4}]
 meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
 
@@ -413,7 +409,9 @@ meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_what_is_kept_trains_as_one_device(axes, options):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         init, step, batch = partition_steps.gpt(**options)
-        train_step = small.shard_train_step(step, mesh=mesh(**axes), comm=jzero.Comm(gather="keep"))
+        train_step = small.shard_train_step(
+            step, mesh=small.mesh(**axes), comm=jzero.Comm(gather="keep")
+        )
         expected = state = init()
         for _ in range(2):
             expected, _ = jax.jit(step)(expected, batch)

@@ -14,23 +14,14 @@ import jzero
 import small
 import zoo
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 AXIS = "batch"
 TX = optax.adamw(1e-2)
 MESHES: dict[str, dict[str, int]] = {
     "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
     "2x4": {"node": 2, "local": 4},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def mesh_of(axes):
-    sizes = tuple(axes.values())
-    return jax.make_mesh(sizes, tuple(axes), devices=jax.devices()[: np.prod(sizes)])
 
 
 def mlp(params, x):
@@ -163,7 +154,7 @@ def batches():
 
 
 def trained(step, axes, **options):
-    run = small.shard_train_step(step, mesh=mesh_of(axes), axis_name=AXIS, **options)
+    run = small.shard_train_step(step, mesh=small.mesh(**axes), axis_name=AXIS, **options)
     state, seen = run.shard(state_of(), batches()[0]), []
     for x in batches():
         state, metrics = run(state, x)
@@ -236,7 +227,7 @@ def over(names):
 def test_sums_over_one_axis_of_two():
     names = ("node", "local")
     step = over(names)
-    mesh = mesh_of(MESHES["2x4"])
+    mesh = small.mesh(**MESHES["2x4"])
     run = small.shard_train_step(step, mesh=mesh, stage=3)
     state = run.shard(state_of(), batches()[0])
 
@@ -263,7 +254,9 @@ def test_rows_and_keys():
         return w - 0.1 * grads, {"rows": (y @ w).sum(1), "pairs": y[:, :2]}
 
     w, x, key = jnp.ones((8, 8)) / 8, batches()[0], jax.random.key(7)
-    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axes=jzero.Axes(axis_name=AXIS))
+    run = small.shard_train_step(
+        step, mesh=small.mesh(**MESHES["4"]), axes=jzero.Axes(axis_name=AXIS)
+    )
     new, found = run(run.shard(jnp.copy(w), x, key), x, key)
     keys = jnp.stack([jax.random.fold_in(key, i) for i in range(4)])
     expected, wanted = jax.vmap(step, (None, 0, 0), axis_name=AXIS)(w, x.reshape(4, 4, 8), keys)
@@ -279,7 +272,7 @@ def test_groups_of_devices():
         return w - 0.1 * grads, lax.pmean((mean**2).sum(), AXIS)
 
     w, x = jnp.ones((8, 8)) / 8, batches()[0]
-    mesh = mesh_of(MESHES["4"])
+    mesh = small.mesh(**MESHES["4"])
     run = small.shard_train_step(step, mesh=mesh, axes=jzero.Axes(axis_name=AXIS))
     found = run(run.shard(jnp.copy(w), x), x)
     means = x.reshape(2, 8, 8).mean(1)
@@ -295,7 +288,9 @@ def test_every_device_prints(capfd):
         grads = lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), AXIS)
         return w - 0.1 * grads
 
-    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axes=jzero.Axes(axis_name=AXIS))
+    run = small.shard_train_step(
+        step, mesh=small.mesh(**MESHES["4"]), axes=jzero.Axes(axis_name=AXIS)
+    )
     w = run(run.shard(jnp.ones((8, 8)), batches()[0]), batches()[0])
     jax.block_until_ready(w)
     jax.effects_barrier()
@@ -327,7 +322,7 @@ def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
 
     params, x = {"w": jnp.eye(8) + 0.1}, batches()[0]
     run = small.shard_train_step(
-        step, mesh=mesh_of({"data": num}), axes=jzero.Axes(axis_name=AXIS), microbatches=2
+        step, mesh=small.mesh(data=num), axes=jzero.Axes(axis_name=AXIS), microbatches=2
     )
     found = run(run.shard(jax.tree.map(jnp.copy, params), x), x)
     each = x.reshape(2 * num, -1, 8)

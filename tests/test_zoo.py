@@ -249,7 +249,7 @@ def test_a_wrong_batch_is_noticed():
 
 def sharding(stage: int, num_devices: int, **options: Any) -> Any:
     """What a script takes in place of `jax.jit`; jzero donates by itself."""
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    mesh = small.mesh(data=num_devices)
 
     def jit(
         step: Any = None, *, donate_argnums: Any = (), donate_argnames: Any = (), **said: Any

@@ -6,7 +6,6 @@ eight H200s of a host. What XLA makes of them is kept in .cache/rivals, so that 
 compiled again.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jzero
+import small
 from experiments.rivals import measure, zoo
 from experiments.shared import records
 from small import grouped
@@ -93,14 +93,9 @@ def compiled(name: str) -> Record:
     }
 
 
-def _mesh(axes: Mapping[str, int]) -> jax.sharding.Mesh:
-    devices = jax.devices()[: math.prod(axes.values())]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
-
-
 def sharded(name: str) -> tuple[Any, Any, Any]:
     """A row's step on devices of this machine, and shapes of its state and batch."""
-    return _sharded(LARGE[name], _mesh(LARGE[name].axes))
+    return _sharded(LARGE[name], small.mesh(**LARGE[name].axes))
 
 
 def _sharded(row: Large, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
