@@ -4,6 +4,7 @@ Everything is drawn by NumPy in float64 and then rounded: float32 and float64 tr
 small; kernels have a dim that 8 devices divide, and ten classes are not divisible.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,12 @@ def start(params: Any, tx: optax.GradientTransformation = SGD, **more: Any) -> d
     return {"params": params, "opt": tx.init(params), **more}
 
 
-def mlp_start(dtype: Any) -> dict[str, Any]:
-    return start(mlp_params(dtype))
+def mlp_of(*sizes: int, tx: optax.GradientTransformation = SGD) -> Callable[[Any], dict[str, Any]]:
+    """`init` of a program that trains an MLP."""
+    return lambda dtype: start(mlp_params(dtype, sizes or (FEATURES, WIDTH, CLASSES)), tx)
+
+
+mlp_start = mlp_of()
 
 
 def update(
@@ -86,6 +91,26 @@ def learn(
     return update(state, grads, tx, **more), {"loss": loss, **outputs}
 
 
+def learning(
+    loss_fn: Callable[..., Any], tx: optax.GradientTransformation = SGD
+) -> Callable[..., Any]:
+    """The step that learns by `loss_fn(params, *batch) -> (loss, outputs)`, whose arguments it has."""
+
+    def step(state: dict[str, Any], *batch: Any) -> Any:
+        return learn(state, lambda params: loss_fn(params, *batch), tx)
+
+    state, *_ = inspect.signature(learn).parameters.values()
+    _, *others = inspect.signature(loss_fn).parameters.values()
+    step.__signature__ = inspect.Signature([state, *others])  # type: ignore[attr-defined]
+    return step
+
+
+def classified(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean of the cross entropies, and each of them."""
+    losses = cross_entropies(logits, labels)
+    return losses.mean(), {"losses": losses}
+
+
 def cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """One for each row (and position)."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -103,15 +128,21 @@ def labelled(num_steps: int, dtype: Any, rows: int = ROWS, features: int = FEATU
     ]
 
 
-def normals(*shapes: tuple[int, ...], seed: int = 6) -> Callable[[int, Any], list[Any]]:
-    """`batches` of one array of each shape."""
+def normals(
+    *shapes: tuple[int, ...], seed: int = 6, labels: int | tuple[int, ...] | None = None
+) -> Callable[[int, Any], list[Any]]:
+    """`batches` of one array of each shape, and of int32 labels if their shape is given."""
 
     def batches(num_steps: int, dtype: Any) -> list[Any]:
         rng = np.random.default_rng(seed)
-        return [
-            tuple(rng.normal(size=shape).astype(dtype) for shape in shapes)
-            for _ in range(num_steps)
-        ]
+
+        def batch() -> tuple[Any, ...]:
+            arrays = tuple(rng.normal(size=shape).astype(dtype) for shape in shapes)
+            if labels is None:
+                return arrays
+            return *arrays, rng.integers(0, CLASSES, labels).astype(np.int32)
+
+        return [batch() for _ in range(num_steps)]
 
     return batches
 

@@ -14,6 +14,7 @@ from ._parts import (
     dense_params,
     labelled,
     learn,
+    learning,
     mlp,
     mlp_start,
     normals,
@@ -113,15 +114,7 @@ def _time_major_step(state, sequence, label):
 
 
 def _time_major(length):
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(8)
-        return [
-            (
-                rng.normal(size=(length, ROWS, FEATURES)).astype(dtype),
-                rng.integers(0, CLASSES, ROWS).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
+    batches = normals((length, ROWS, FEATURES), seed=8, labels=ROWS)
 
     return batches
 
@@ -183,22 +176,19 @@ def nested_arguments():
 def affinities_between_rows():
     """A matrix [rows, rows] beside the rows: both of its dims are the batch's."""
 
-    def step(state, x, affinity):
-        def loss_fn(params):
-            z = mlp(params, x)
-            smooth = affinity @ z / affinity.sum(1, keepdims=True)
-            laplacian = jnp.diag(affinity.sum(0)) - affinity
-            energy = jnp.einsum("ik,ij,jk->", z, laplacian, z) / x.shape[0]
-            loss = ((z - smooth) ** 2).mean() + 0.02 * energy + 0.1 * ((z - 1) ** 2).mean()
-            return loss, {"smooth": smooth, "energy": energy}
-
-        return learn(state, loss_fn)
+    def loss(params, x, affinity):
+        z = mlp(params, x)
+        smooth = affinity @ z / affinity.sum(1, keepdims=True)
+        laplacian = jnp.diag(affinity.sum(0)) - affinity
+        energy = jnp.einsum("ik,ij,jk->", z, laplacian, z) / x.shape[0]
+        loss = ((z - smooth) ** 2).mean() + 0.02 * energy + 0.1 * ((z - 1) ** 2).mean()
+        return loss, {"smooth": smooth, "energy": energy}
 
     def affinity(i, dtype):
         return (np.random.default_rng(50 + i).uniform(size=(ROWS, ROWS)).astype(dtype),)
 
     batches = with_arguments(normals((ROWS, FEATURES)), affinity)
-    return Program(init=mlp_start, batches=batches, step=step, covers="A4 A8")
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A4 A8")
 
 
 def _uneven(num_rows):

@@ -12,12 +12,15 @@ from ._parts import (
     FEATURES,
     ROWS,
     WIDTH,
+    classified,
     cross_entropies,
     dense,
     dense_params,
     labelled,
     learn,
+    learning,
     mlp,
+    mlp_of,
     mlp_params,
     mlp_start,
     normal,
@@ -59,18 +62,13 @@ def _pallas(example_of_each_block):
 
     gated.defvjp(lambda x, y: (whole(x, y), x), backward)
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, FEATURES, CLASSES)))
+    def loss(params, x, label):
+        h = gated(dense(params[0], x), x)
+        return classified(dense(params[1], h), label)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            h = gated(dense(params[0], x), x)
-            losses = cross_entropies(dense(params[1], h), label)
-            return losses.mean(), {"losses": losses}
-
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="B2")
+    return Program(
+        init=mlp_of(FEATURES, FEATURES, CLASSES), batches=labelled, step=learning(loss), covers="B2"
+    )
 
 
 register("pallas_kernel", functools.partial(_pallas, False))
@@ -102,9 +100,6 @@ def pallas_kernel_in_the_update():
 def fft_in_the_update():
     """Gradients of odd shapes are smoothed in the space of frequencies."""
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, 15, CLASSES)))
-
     def step(state, x, label):
         value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
 
@@ -117,7 +112,7 @@ def fft_in_the_update():
 
         return update(state, jax.tree.map(smoothed, grads)), {"loss": value}
 
-    return Program(init=init, batches=labelled, step=step, covers="B5")
+    return Program(init=mlp_of(FEATURES, 15, CLASSES), batches=labelled, step=step, covers="B5")
 
 
 def _tokens(num_steps, dtype):
@@ -136,18 +131,15 @@ def lookup_in_microbatches_beside_an_automatic_axis():
         }
         return start(params)
 
-    def step(state, tokens):
-        def loss_fn(params):
-            logits = dense(params["up"], jnp.tanh(params["embed"][tokens[:, :-1]]))
-            losses = cross_entropies(logits, tokens[:, 1:])
-            return losses.mean(), {"losses": losses.mean(-1)}
-
-        return learn(state, loss_fn)
+    def loss(params, tokens):
+        logits = dense(params["up"], jnp.tanh(params["embed"][tokens[:, :-1]]))
+        losses = cross_entropies(logits, tokens[:, 1:])
+        return losses.mean(), {"losses": losses.mean(-1)}
 
     return Program(
         init=init,
         batches=_tokens,
-        step=step,
+        step=learning(loss),
         covers="B1",
         options={"accumulate": 2, "auto_specs": {r"up.*kernel": jax.P(None, "model")}},
         automatic=2,
@@ -181,8 +173,7 @@ def jitted_with_shardings():
     def plain(state, x, label):
         def loss_fn(params):
             h = jax.lax.with_sharding_constraint(jnp.tanh(dense(params[0], x)), laid_out("mine"))
-            losses = cross_entropies(dense(params[1], h), label)
-            return losses.mean(), {"losses": losses}
+            return classified(dense(params[1], h), label)
 
         return learn(state, loss_fn)
 
@@ -192,8 +183,7 @@ def jitted_with_shardings():
 
     def reference(state, x, label):
         def loss_fn(params):
-            losses = cross_entropies(mlp(params, x), label)
-            return losses.mean(), {"losses": losses}
+            return classified(mlp(params, x), label)
 
         return learn(state, loss_fn)
 
@@ -280,26 +270,20 @@ def written_for_pmap_and_not_named():
 def _in_microbatches(accumulate):
     """Losses that are no mean of microbatches' losses."""
 
-    def step(state, x, y):
-        def loss_fn(params):
-            errors = (mlp(params, x)[:, 0] - y) ** 2
-            weights = jax.nn.sigmoid(x[:, 0])
-            loss = jnp.sqrt((weights * errors).sum() / weights.sum())
-            return loss, {
-                "errors": errors,
-                "count": (errors > 1).sum(),
-                "median": jnp.median(errors),
-            }
-
-        return learn(state, loss_fn)
-
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, 1)))
+    def loss(params, x, y):
+        errors = (mlp(params, x)[:, 0] - y) ** 2
+        weights = jax.nn.sigmoid(x[:, 0])
+        loss = jnp.sqrt((weights * errors).sum() / weights.sum())
+        return loss, {
+            "errors": errors,
+            "count": (errors > 1).sum(),
+            "median": jnp.median(errors),
+        }
 
     return Program(
-        init=init,
+        init=mlp_of(FEATURES, WIDTH, 1),
         batches=normals((ROWS, FEATURES), (ROWS,)),
-        step=step,
+        step=learning(loss),
         covers="A8 A5 A7",
         options={"accumulate": accumulate},
     )
@@ -321,8 +305,7 @@ def linear_transpose():
 
         def loss_fn(params):
             (spread,) = back(x)
-            losses = cross_entropies(mlp(params, spread + blur(x)), label)
-            return losses.mean(), {"losses": losses}
+            return classified(mlp(params, spread + blur(x)), label)
 
         return learn(state, loss_fn)
 

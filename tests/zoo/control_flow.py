@@ -15,6 +15,7 @@ from ._parts import (
     kernel,
     labelled,
     learn,
+    learning,
     mlp,
     mlp_start,
     normals,
@@ -102,7 +103,7 @@ def while_until_all_rows_converge():
         }
         return start(params)
 
-    def step(state, x, label):
+    def loss(params, x, label):
         def settled(params, injected):
             def moving(carry):
                 _, change, turns = carry
@@ -117,15 +118,12 @@ def while_until_all_rows_converge():
             z, _, turns = jax.lax.while_loop(moving, turn, first)
             return z, turns
 
-        def loss_fn(params):
-            injected = dense(params["read"], x)
-            z, turns = settled(*jax.lax.stop_gradient((params, injected)))
-            z = jnp.tanh(z @ params["inner"] + injected)
-            return cross_entropies(dense(params["head"], z), label).mean(), {"turns": turns}
+        injected = dense(params["read"], x)
+        z, turns = settled(*jax.lax.stop_gradient((params, injected)))
+        z = jnp.tanh(z @ params["inner"] + injected)
+        return cross_entropies(dense(params["head"], z), label).mean(), {"turns": turns}
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="A2 I2")
+    return Program(init=init, batches=labelled, step=learning(loss), covers="A2 I2")
 
 
 @relative
@@ -188,7 +186,7 @@ def nested_scans():
         }
         return start(params)
 
-    def step(state, x):
+    def loss(params, x):
         def layer(sequence, weights):
             def turn(hidden, token):
                 hidden = jnp.tanh(hidden @ weights["inner"] + token @ weights["outer"])
@@ -198,35 +196,29 @@ def nested_scans():
             _, out = jax.lax.scan(turn, first, sequence.swapaxes(0, 1))
             return sequence + out.swapaxes(0, 1), out[-1].mean()
 
-        def loss_fn(params):
-            out, means = jax.lax.scan(layer, x[:, :-1], params)
-            errors = jnp.mean((out - x[:, 1:]) ** 2, axis=(1, 2))
-            return errors.mean(), {"errors": errors, "layer_means": means}
-
-        return learn(state, loss_fn)
+        out, means = jax.lax.scan(layer, x[:, :-1], params)
+        errors = jnp.mean((out - x[:, 1:]) ** 2, axis=(1, 2))
+        return errors.mean(), {"errors": errors, "layer_means": means}
 
     batches = normals((ROWS, length + 1, FEATURES))
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
 @program
 def loss_in_chunks():
     """The rows in four chunks, one after the other, under remat: a reshape that splits the batch."""
 
-    def step(state, x, label):
-        def loss_fn(params):
-            @jax.checkpoint
-            def body(total, chunk):
-                losses = cross_entropies(mlp(params, chunk[0]), chunk[1])
-                return total + losses.sum(), losses
+    def loss(params, x, label):
+        @jax.checkpoint
+        def body(total, chunk):
+            losses = cross_entropies(mlp(params, chunk[0]), chunk[1])
+            return total + losses.sum(), losses
 
-            chunks = x.reshape(4, -1, x.shape[-1]), label.reshape(4, -1)
-            total, losses = jax.lax.scan(body, jnp.zeros((), x.dtype), chunks)
-            return total / x.shape[0], {"losses": losses.reshape(-1)}
+        chunks = x.reshape(4, -1, x.shape[-1]), label.reshape(4, -1)
+        total, losses = jax.lax.scan(body, jnp.zeros((), x.dtype), chunks)
+        return total / x.shape[0], {"losses": losses.reshape(-1)}
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="I2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="I2")
 
 
 @program

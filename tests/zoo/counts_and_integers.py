@@ -10,6 +10,7 @@ from ._parts import (
     cross_entropies,
     labelled,
     learn,
+    learning,
     mlp,
     mlp_params,
     mlp_start,
@@ -43,95 +44,83 @@ def counters_from_shapes():
 def sum_over_global_batch():
     """The loss is a sum, divided by the number of rows that the author knows."""
 
-    def step(state, x, label):
-        def loss_fn(params):
-            losses = cross_entropies(mlp(params, x), label)
-            return losses.sum() / GLOBAL_BATCH, {"total": losses.sum()}
+    def loss(params, x, label):
+        losses = cross_entropies(mlp(params, x), label)
+        return losses.sum() / GLOBAL_BATCH, {"total": losses.sum()}
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A5")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5")
 
 
 @program
 def integer_metrics():
     """Counts, a confusion matrix, extremes and places, none of which has a mean."""
 
-    def step(state, x, label):
-        def loss_fn(params):
-            logits = mlp(params, x)
-            guess = logits.argmax(-1)
-            confusion = jnp.zeros((CLASSES, CLASSES), jnp.int32).at[label, guess].add(1)
-            outputs = {
-                "correct": (guess == label).sum(),
-                "in_top_3": (jax.lax.top_k(logits, 3)[1] == label[:, None]).any(-1).sum(),
-                "confusion": confusion,
-                "largest_label": label.max(),
-                "smallest_guess": guess.min(),
-                "guesses": guess,
-                "first_wrong": (guess != label).argmax(),
-                "classes_seen": (jnp.bincount(label, length=CLASSES) > 0).sum(),
-            }
-            return cross_entropies(logits, label).mean(), outputs
+    def loss(params, x, label):
+        logits = mlp(params, x)
+        guess = logits.argmax(-1)
+        confusion = jnp.zeros((CLASSES, CLASSES), jnp.int32).at[label, guess].add(1)
+        outputs = {
+            "correct": (guess == label).sum(),
+            "in_top_3": (jax.lax.top_k(logits, 3)[1] == label[:, None]).any(-1).sum(),
+            "confusion": confusion,
+            "largest_label": label.max(),
+            "smallest_guess": guess.min(),
+            "guesses": guess,
+            "first_wrong": (guess != label).argmax(),
+            "classes_seen": (jnp.bincount(label, length=CLASSES) > 0).sum(),
+        }
+        return cross_entropies(logits, label).mean(), outputs
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A5 I4")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5 I4")
 
 
 @program
 def bits_of_the_batch():
     """Reductions of integers and truth values: wrap-around sums, products, and, or, xor, bit counts."""
 
-    def step(state, x, label):
-        def loss_fn(params):
-            logits = mlp(params, x)
-            hashed = label.astype(jnp.uint32) * jnp.uint32(2654435761)
-            right = logits.argmax(-1) == label
-            outputs = {
-                "hash": hashed.sum(dtype=jnp.uint32),
-                "xor": jnp.bitwise_xor.reduce(hashed),
-                "or": jnp.bitwise_or.reduce(label),
-                "and": jnp.bitwise_and.reduce(label | 8),
-                "all": (label < 9).all(),
-                "any": right.any(),
-                "bits": jax.lax.population_count(hashed).sum(),
-                "small": label.astype(jnp.int8).sum(dtype=jnp.int8),
-                "product": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
-                "packed": jnp.packbits(right),
-            }
-            return cross_entropies(logits, label).mean(), outputs
+    def loss(params, x, label):
+        logits = mlp(params, x)
+        hashed = label.astype(jnp.uint32) * jnp.uint32(2654435761)
+        right = logits.argmax(-1) == label
+        outputs = {
+            "hash": hashed.sum(dtype=jnp.uint32),
+            "xor": jnp.bitwise_xor.reduce(hashed),
+            "or": jnp.bitwise_or.reduce(label),
+            "and": jnp.bitwise_and.reduce(label | 8),
+            "all": (label < 9).all(),
+            "any": right.any(),
+            "bits": jax.lax.population_count(hashed).sum(),
+            "small": label.astype(jnp.int8).sum(dtype=jnp.int8),
+            "product": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
+            "packed": jnp.packbits(right),
+        }
+        return cross_entropies(logits, label).mean(), outputs
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A5 I4")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5 I4")
 
 
 @program
 def reductions_of_every_kind():
     """Products, extremes, logsumexp, variances and norms of floats over the batch."""
 
-    def step(state, x, label):
-        def loss_fn(params):
-            logits = mlp(params, x)
-            losses = cross_entropies(logits, label)
-            of_batch = {
-                "product": jnp.prod(0.5 + 0.1 * losses),
-                "largest": losses.max(),
-                "smallest": losses.min(),
-                "per_class_largest": logits.max(0),
-                "logsumexp": jax.nn.logsumexp(losses),
-                "variance": losses.var(ddof=1),
-                "norm": jnp.linalg.norm(losses),
-                "ptp": jnp.ptp(losses),
-                "geometric": jnp.exp(jnp.log(losses).mean()),
-            }
-            loss = sum(jnp.mean(value) for value in of_batch.values())
-            return loss + losses.mean(), of_batch
+    def loss(params, x, label):
+        logits = mlp(params, x)
+        losses = cross_entropies(logits, label)
+        of_batch = {
+            "product": jnp.prod(0.5 + 0.1 * losses),
+            "largest": losses.max(),
+            "smallest": losses.min(),
+            "per_class_largest": logits.max(0),
+            "logsumexp": jax.nn.logsumexp(losses),
+            "variance": losses.var(ddof=1),
+            "norm": jnp.linalg.norm(losses),
+            "ptp": jnp.ptp(losses),
+            "geometric": jnp.exp(jnp.log(losses).mean()),
+        }
+        loss = sum(jnp.mean(value) for value in of_batch.values())
+        return loss + losses.mean(), of_batch
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A8 I2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A8 I2")
 
 
 @relative

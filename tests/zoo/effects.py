@@ -7,6 +7,7 @@ import numpy as np
 from ._parts import (
     FEATURES,
     ROWS,
+    classified,
     cross_entropies,
     labelled,
     learn,
@@ -34,8 +35,7 @@ def debug_print():
 
     def step(state, x, label):
         def loss_fn(params):
-            losses = cross_entropies(mlp(params, x), label)
-            return losses.mean(), {"losses": losses}
+            return classified(mlp(params, x), label)
 
         state, outputs = learn(state, loss_fn)
         jax.debug.print("{} rows of {}, labels {}", x.shape[0], label.max(), label[:9])
@@ -51,8 +51,7 @@ def debug_callback():
 
     def step(state, x, label):
         def loss_fn(params):
-            losses = cross_entropies(mlp(params, x), label)
-            return losses.mean(), {"losses": losses}
+            return classified(mlp(params, x), label)
 
         state, outputs = learn(state, loss_fn)
         jax.debug.callback(record, outputs["loss"], outputs["losses"], label)
@@ -144,8 +143,7 @@ def pure_callback_on_the_batch():
         centred = jax.pure_callback(centre, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
         def loss_fn(params):
-            losses = cross_entropies(mlp(params, centred), label)
-            return losses.mean(), {"losses": losses}
+            return classified(mlp(params, centred), label)
 
         return learn(state, loss_fn)
 

@@ -5,7 +5,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from flax.training import train_state
@@ -18,6 +17,7 @@ from ._parts import (
     cast,
     cross_entropies,
     labelled,
+    normals,
     with_arguments,
 )
 from ._program import Program, program, relative
@@ -60,15 +60,7 @@ def linen_batch_stats():
         state = state.apply_gradients(grads=grads, batch_stats=stats)
         return state, {"loss": loss, "correct": (logits.argmax(-1) == label).sum()}
 
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(11)
-        return [
-            (
-                rng.normal(size=(16, 6, 6, 3)).astype(dtype),
-                rng.integers(0, CLASSES, 16).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
+    batches = normals((16, 6, 6, 3), seed=11, labels=16)
 
     return Program(init=init, batches=batches, step=step, covers="I4")
 

@@ -9,11 +9,14 @@ from ._parts import (
     FEATURES,
     ROWS,
     WIDTH,
+    classified,
     cross_entropies,
     dense,
     labelled,
     learn,
+    learning,
     mlp,
+    mlp_of,
     mlp_params,
     mlp_start,
     normal,
@@ -31,27 +34,21 @@ def _loss(params, x, label):
 def maml_on_the_whole_batch():
     """One inner step on all support rows together, inside the loss of all query rows."""
 
-    def step(state, x, label, x_new, label_new):
-        def loss_fn(params):
-            inner = jax.grad(_loss)(params, x, label)
-            adapted = jax.tree.map(lambda p, g: p - 0.5 * g, params, inner)
-            return _loss(adapted, x_new, label_new), {"inner": optax.tree.norm(inner)}
-
-        return learn(state, loss_fn)
+    def loss(params, x, label, x_new, label_new):
+        inner = jax.grad(_loss)(params, x, label)
+        adapted = jax.tree.map(lambda p, g: p - 0.5 * g, params, inner)
+        return _loss(adapted, x_new, label_new), {"inner": optax.tree.norm(inner)}
 
     def batches(num_steps, dtype):
         both = labelled(2 * num_steps, dtype)
         return [(*both[2 * i], *both[2 * i + 1]) for i in range(num_steps)]
 
-    return Program(init=mlp_start, batches=batches, step=step, covers="A1")
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A1")
 
 
 @program
 def gradient_penalty():
     """The loss holds a gradient with respect to the rows, and is differentiated again."""
-
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, 1)))
 
     def step(state, real, fake, share):
         mixed = share[:, None] * real + (1 - share[:, None]) * fake
@@ -69,7 +66,7 @@ def gradient_penalty():
         return learn(state, loss_fn)
 
     batches = normals((ROWS, FEATURES), (ROWS, FEATURES), (ROWS,))
-    return Program(init=init, batches=batches, step=step, covers="A1 I2")
+    return Program(init=mlp_of(FEATURES, WIDTH, 1), batches=batches, step=step, covers="A1 I2")
 
 
 @program
@@ -86,15 +83,11 @@ def custom_vjp_that_couples_rows():
 
     clipped.defvjp(lambda z: (z, None), backward)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            h = clipped(jnp.tanh(dense(params[0], x)))
-            losses = cross_entropies(dense(params[1], h), label)
-            return losses.mean(), {"losses": losses}
+    def loss(params, x, label):
+        h = clipped(jnp.tanh(dense(params[0], x)))
+        return classified(dense(params[1], h), label)
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A1 A8 I2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A1 A8 I2")
 
 
 @program
@@ -119,17 +112,14 @@ def custom_jvp_and_reversed_gradients():
     def init(dtype):
         return start({"net": mlp_params(dtype), "judge": normal(9, (WIDTH,), dtype)})
 
-    def step(state, x, label, domain):
-        def loss_fn(params):
-            h = soft_clip(dense(params["net"][0], x))
-            losses = cross_entropies(dense(params["net"][1], h), label)
-            guess = turned(h) @ params["judge"]
-            confusion = optax.sigmoid_binary_cross_entropy(guess, domain)
-            share = domain.mean()
-            balanced = jnp.where(domain > 0, confusion / share, confusion / (1 - share))
-            return losses.mean() + balanced.mean(), {"guess": guess, "share": share}
-
-        return learn(state, loss_fn)
+    def loss(params, x, label, domain):
+        h = soft_clip(dense(params["net"][0], x))
+        losses = cross_entropies(dense(params["net"][1], h), label)
+        guess = turned(h) @ params["judge"]
+        confusion = optax.sigmoid_binary_cross_entropy(guess, domain)
+        share = domain.mean()
+        balanced = jnp.where(domain > 0, confusion / share, confusion / (1 - share))
+        return losses.mean() + balanced.mean(), {"guess": guess, "share": share}
 
     def batches(num_steps, dtype):
         rng = np.random.default_rng(12)
@@ -138,4 +128,4 @@ def custom_jvp_and_reversed_gradients():
             for args in labelled(num_steps, dtype)
         ]
 
-    return Program(init=init, batches=batches, step=step, covers="A8 I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="A8 I2")

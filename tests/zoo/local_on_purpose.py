@@ -19,7 +19,7 @@ from ._parts import (
     cross_entropies,
     kernel,
     labelled,
-    learn,
+    learning,
     mlp,
     mlp_start,
     start,
@@ -105,16 +105,13 @@ def experts_in_groups():
         balance = experts * (chosen.mean(0) * chances.mean(0)).sum()
         return jnp.einsum("rec,eck->rk", weights, outside), balance, kept.sum().astype(jnp.int32)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            apply = jzero.groups(route, GROUPS, in_axes=(None, 0), out_axes=(0, None, None))
-            logits, balance, kept = apply(params, x)
-            loss = cross_entropies(logits, label).mean() + 0.1 * balance.mean()
-            return loss, {"kept": kept.sum()}
+    def loss(params, x, label):
+        apply = jzero.groups(route, GROUPS, in_axes=(None, 0), out_axes=(0, None, None))
+        logits, balance, kept = apply(params, x)
+        loss = cross_entropies(logits, label).mean() + 0.1 * balance.mean()
+        return loss, {"kept": kept.sum()}
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="A8")
+    return Program(init=init, batches=labelled, step=learning(loss), covers="A8")
 
 
 @program
@@ -134,11 +131,8 @@ def host_function_of_each_row():
 
     softsign.defvjp(lambda x: (softsign(x), x), backward)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            logits = jzero.per_example(softsign)(mlp(params, x))
-            return cross_entropies(logits, label).mean(), {}
+    def loss(params, x, label):
+        logits = jzero.per_example(softsign)(mlp(params, x))
+        return cross_entropies(logits, label).mean(), {}
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="B2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="B2")

@@ -15,14 +15,18 @@ from ._parts import (
     SGD,
     WIDTH,
     adamw,
+    classified,
     cross_entropies,
     dense,
     dense_params,
     kernel,
     labelled,
     learn,
+    learning,
     mlp,
+    mlp_of,
     mlp_params,
+    mlp_start,
     normal,
     normals,
     start,
@@ -118,27 +122,23 @@ def convolutions_of_every_kind():
         }
         return start(params)
 
-    def step(state, image, label):
-        def loss_fn(params):
-            x = jnp.tanh(_conv(image, params["stem"]))
-            x = jnp.tanh(_conv(x, params["depthwise"], feature_group_count=CHANNELS))
-            x = jnp.tanh(_conv(x, params["grouped"], feature_group_count=4))
-            x = jnp.tanh(_conv(x, params["dilated"], rhs_dilation=(2, 2)))
-            x = jnp.tanh(_conv(x, params["strided"], window_strides=(2, 2), padding="VALID"))
-            x = jnp.tanh(_conv(x, params["up"], lhs_dilation=(2, 2), padding=((1, 1), (1, 1))))
-            line = x.mean(1)
-            line = jax.lax.conv_general_dilated(
-                line, params["line"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-            )
-            pooled = jax.lax.reduce_window(
-                jnp.tanh(line), 0.0, jax.lax.add, (1, 3, 1), (1, 2, 1), "SAME"
-            )
-            losses = cross_entropies(dense(params["head"], pooled.max(1)), label)
-            return losses.mean(), {"losses": losses}
+    def loss(params, image, label):
+        x = jnp.tanh(_conv(image, params["stem"]))
+        x = jnp.tanh(_conv(x, params["depthwise"], feature_group_count=CHANNELS))
+        x = jnp.tanh(_conv(x, params["grouped"], feature_group_count=4))
+        x = jnp.tanh(_conv(x, params["dilated"], rhs_dilation=(2, 2)))
+        x = jnp.tanh(_conv(x, params["strided"], window_strides=(2, 2), padding="VALID"))
+        x = jnp.tanh(_conv(x, params["up"], lhs_dilation=(2, 2), padding=((1, 1), (1, 1))))
+        line = x.mean(1)
+        line = jax.lax.conv_general_dilated(
+            line, params["line"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        pooled = jax.lax.reduce_window(
+            jnp.tanh(line), 0.0, jax.lax.add, (1, 3, 1), (1, 2, 1), "SAME"
+        )
+        return classified(dense(params["head"], pooled.max(1)), label)
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=_images, step=step, covers="I2")
+    return Program(init=init, batches=_images, step=learning(loss), covers="I2")
 
 
 @program
@@ -184,24 +184,20 @@ def normalisations():
     def normed(x, dims):
         return (x - x.mean(dims, keepdims=True)) / jnp.sqrt(x.var(dims, keepdims=True) + 1e-2)
 
-    def step(state, image, label):
-        def loss_fn(params):
-            w = params["stem"]
-            w = w / jnp.sqrt((w**2).sum((0, 1, 2), keepdims=True) + 1e-3)
-            gains = [gain[None, None, None] for gain in params["gain"]]
-            x = _conv(image, w)
-            x = jnp.tanh(normed(x, -1) * gains[0])
-            b, h, width, c = x.shape
-            grouped = normed(x.reshape(b, h, width, 4, c // 4), (1, 2, 4))
-            x = jnp.tanh(grouped.reshape(x.shape) * gains[1])
-            x = jnp.tanh(normed(x, (1, 2)) * gains[2] + x)
-            x = jnp.tanh(normed(x, (0, 3)) * gains[3] + x)
-            losses = cross_entropies(dense(params["head"], x.mean((1, 2))), label)
-            return losses.mean(), {"losses": losses}
+    def loss(params, image, label):
+        w = params["stem"]
+        w = w / jnp.sqrt((w**2).sum((0, 1, 2), keepdims=True) + 1e-3)
+        gains = [gain[None, None, None] for gain in params["gain"]]
+        x = _conv(image, w)
+        x = jnp.tanh(normed(x, -1) * gains[0])
+        b, h, width, c = x.shape
+        grouped = normed(x.reshape(b, h, width, 4, c // 4), (1, 2, 4))
+        x = jnp.tanh(grouped.reshape(x.shape) * gains[1])
+        x = jnp.tanh(normed(x, (1, 2)) * gains[2] + x)
+        x = jnp.tanh(normed(x, (0, 3)) * gains[3] + x)
+        return classified(dense(params["head"], x.mean((1, 2))), label)
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=_images, step=step, covers="I2 A8")
+    return Program(init=init, batches=_images, step=learning(loss), covers="I2 A8")
 
 
 @program
@@ -216,23 +212,19 @@ def lstm():
         }
         return start(params)
 
-    def step(state, x, label, lengths):
-        def loss_fn(params):
-            def turn(carry, token):
-                h, c = carry
-                joined = dense(params["cell"], jnp.concatenate([token, h], axis=-1))
-                i, f, g, o = jnp.split(joined, 4, axis=-1)
-                c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-                h = jax.nn.sigmoid(o) * jnp.tanh(c)
-                return (h, c), h
+    def loss(params, x, label, lengths):
+        def turn(carry, token):
+            h, c = carry
+            joined = dense(params["cell"], jnp.concatenate([token, h], axis=-1))
+            i, f, g, o = jnp.split(joined, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
 
-            zeros = jnp.zeros((x.shape[0], hidden), x.dtype)
-            _, all_h = jax.lax.scan(turn, (zeros, zeros), x.swapaxes(0, 1), unroll=2)
-            last = all_h[lengths - 1, jnp.arange(x.shape[0])]
-            losses = cross_entropies(dense(params["head"], last), label)
-            return losses.mean(), {"losses": losses}
-
-        return learn(state, loss_fn)
+        zeros = jnp.zeros((x.shape[0], hidden), x.dtype)
+        _, all_h = jax.lax.scan(turn, (zeros, zeros), x.swapaxes(0, 1), unroll=2)
+        last = all_h[lengths - 1, jnp.arange(x.shape[0])]
+        return classified(dense(params["head"], last), label)
 
     def batches(num_steps, dtype):
         rng = np.random.default_rng(4)
@@ -245,7 +237,7 @@ def lstm():
             for _ in range(num_steps)
         ]
 
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
 @program
@@ -262,24 +254,21 @@ def state_space_model():
         }
         return start(params)
 
-    def step(state, x):
-        def loss_fn(params):
-            rows = x[:, :-1]
-            keep = jax.nn.sigmoid(dense(params["gate"], rows) + params["decay"][None, None])
-            values = (1 - keep) * dense(params["in"], rows)
+    def loss(params, x):
+        rows = x[:, :-1]
+        keep = jax.nn.sigmoid(dense(params["gate"], rows) + params["decay"][None, None])
+        values = (1 - keep) * dense(params["in"], rows)
 
-            def combine(left, right):
-                return left[0] * right[0], right[0] * left[1] + right[1]
+        def combine(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
 
-            _, h = jax.lax.associative_scan(combine, (keep, values), axis=1)
-            made = dense(params["out"], jnp.tanh(h + 0.1 * jnp.cumsum(values, axis=1)))
-            errors = ((made - x[:, 1:]) ** 2).mean((1, 2))
-            return errors.mean(), {"errors": errors, "last": h[:, -1, 0]}
-
-        return learn(state, loss_fn)
+        _, h = jax.lax.associative_scan(combine, (keep, values), axis=1)
+        made = dense(params["out"], jnp.tanh(h + 0.1 * jnp.cumsum(values, axis=1)))
+        errors = ((made - x[:, 1:]) ** 2).mean((1, 2))
+        return errors.mean(), {"errors": errors, "last": h[:, -1, 0]}
 
     batches = normals((ROWS, length, FEATURES))
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
 @program
@@ -341,20 +330,19 @@ def vae():
         }
         return start(params, optax.sgd(1e-2))
 
-    def step(state, x, key):
-        def loss_fn(params):
-            mean, log_var = jnp.split(mlp(params["encoder"], x), 2, axis=-1)
-            noise = jax.random.normal(key, mean.shape, mean.dtype)
-            made = mlp(params["decoder"], mean + jnp.exp(log_var / 2) * noise)
-            error = ((made - x) ** 2).sum()
-            kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum()
-            per_latent = (mean.var(0) > 0.01).sum()
-            return (error + kl) / x.shape[0], {"recon": made[:3], "kl": kl, "active": per_latent}
-
-        return learn(state, loss_fn, optax.sgd(1e-2))
+    def loss(params, x, key):
+        mean, log_var = jnp.split(mlp(params["encoder"], x), 2, axis=-1)
+        noise = jax.random.normal(key, mean.shape, mean.dtype)
+        made = mlp(params["decoder"], mean + jnp.exp(log_var / 2) * noise)
+        error = ((made - x) ** 2).sum()
+        kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum()
+        per_latent = (mean.var(0) > 0.01).sum()
+        return (error + kl) / x.shape[0], {"recon": made[:3], "kl": kl, "active": per_latent}
 
     batches = with_arguments(normals((ROWS, FEATURES)), lambda i, _: (jax.random.key(i),))
-    return Program(init=init, batches=batches, step=step, covers="A7 A5 I3")
+    return Program(
+        init=init, batches=batches, step=learning(loss, optax.sgd(0.01)), covers="A7 A5 I3"
+    )
 
 
 @program
@@ -371,31 +359,28 @@ def moe_with_a_capacity():
         }
         return start(params)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            gates = jax.nn.softmax(x @ params["router"])
-            top, chosen = jax.lax.top_k(gates, 2)
-            hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
-            first = hot[:, 0]
-            places = jnp.cumsum(hot.transpose(1, 0, 2).reshape(-1, num_experts), axis=0) - 1
-            places = places.reshape(2, -1, num_experts).transpose(1, 0, 2)
-            fits = (places < capacity) & (hot > 0)
-            slot = jax.nn.one_hot(places, capacity, dtype=x.dtype) * fits[..., None]
-            send = slot.sum(1)
-            combine = (slot * top[..., None, None]).sum(1)
-            inside = jnp.einsum("bf,bec->ecf", x, send)
-            h = jax.nn.silu(jnp.einsum("ecf,efw->ecw", inside, params["up"]))
-            out = jnp.einsum("ecw,ewf->ecf", h, params["down"])
-            y = x + jnp.einsum("bec,ecf->bf", combine, out)
-            losses = cross_entropies(dense(params["head"], y), label)
-            balance = num_experts * (first.mean(0, dtype=x.dtype) * gates.mean(0)).sum()
-            dropped = (~fits.any(-1)).sum()
-            outputs = {"dropped": dropped, "load": hot.sum((0, 1)), "losses": losses}
-            return losses.mean() + 0.1 * balance, outputs
+    def loss(params, x, label):
+        gates = jax.nn.softmax(x @ params["router"])
+        top, chosen = jax.lax.top_k(gates, 2)
+        hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
+        first = hot[:, 0]
+        places = jnp.cumsum(hot.transpose(1, 0, 2).reshape(-1, num_experts), axis=0) - 1
+        places = places.reshape(2, -1, num_experts).transpose(1, 0, 2)
+        fits = (places < capacity) & (hot > 0)
+        slot = jax.nn.one_hot(places, capacity, dtype=x.dtype) * fits[..., None]
+        send = slot.sum(1)
+        combine = (slot * top[..., None, None]).sum(1)
+        inside = jnp.einsum("bf,bec->ecf", x, send)
+        h = jax.nn.silu(jnp.einsum("ecf,efw->ecw", inside, params["up"]))
+        out = jnp.einsum("ecw,ewf->ecf", h, params["down"])
+        y = x + jnp.einsum("bec,ecf->bf", combine, out)
+        losses = cross_entropies(dense(params["head"], y), label)
+        balance = num_experts * (first.mean(0, dtype=x.dtype) * gates.mean(0)).sum()
+        dropped = (~fits.any(-1)).sum()
+        outputs = {"dropped": dropped, "load": hot.sum((0, 1)), "losses": losses}
+        return losses.mean() + 0.1 * balance, outputs
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="A8 A7 I2")
+    return Program(init=init, batches=labelled, step=learning(loss), covers="A8 A7 I2")
 
 
 @program
@@ -411,21 +396,18 @@ def moe_by_ragged_dot():
         }
         return start(params)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            gates = jax.nn.softmax(x @ params["router"])
-            chosen = gates.argmax(-1)
-            order = jnp.argsort(chosen, stable=True)
-            sizes = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
-            h = jax.lax.ragged_dot(x[order], params["up"], sizes)
-            back = jnp.zeros_like(h).at[order].set(jax.nn.silu(h))
-            back = back * jnp.take_along_axis(gates, chosen[:, None], 1)
-            losses = cross_entropies(dense(params["head"], back), label)
-            return losses.mean(), {"sizes": sizes, "losses": losses}
+    def loss(params, x, label):
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = gates.argmax(-1)
+        order = jnp.argsort(chosen, stable=True)
+        sizes = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
+        h = jax.lax.ragged_dot(x[order], params["up"], sizes)
+        back = jnp.zeros_like(h).at[order].set(jax.nn.silu(h))
+        back = back * jnp.take_along_axis(gates, chosen[:, None], 1)
+        losses = cross_entropies(dense(params["head"], back), label)
+        return losses.mean(), {"sizes": sizes, "losses": losses}
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="A8 A7 I2")
+    return Program(init=init, batches=labelled, step=learning(loss), covers="A8 A7 I2")
 
 
 @program
@@ -478,9 +460,6 @@ def ppo_over_time_and_rows():
     """Advantages by a scan over time, then [time, rows] merged and cut into minibatches."""
     length = 6
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, 1)))
-
     def step(state, x, reward, key):
         values = mlp(state["params"], x)[..., 0]
 
@@ -522,7 +501,7 @@ def ppo_over_time_and_rows():
         ]
 
     return Program(
-        init=init,
+        init=mlp_of(FEATURES, WIDTH, 1),
         batches=batches,
         step=step,
         covers="A8 A4 I4",
@@ -613,59 +592,44 @@ def fourier_layers():
         }
         return start(params)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            spectrum = jnp.fft.rfft(x, axis=1)
-            weights = jax.lax.complex(params["real"], params["imaginary"])
-            filtered = jnp.fft.irfft(spectrum * weights[None], n=length, axis=1)
-            mixed = jnp.fft.fft2(filtered, axes=(1, 2)).real / length
-            logits = dense(params["head"], jnp.tanh(mixed).mean(1))
-            along = jnp.abs(jnp.fft.rfft(logits.mean(-1)))
-            losses = cross_entropies(logits, label)
-            loss = losses.mean() + 0.01 * (along**2).mean()
-            return loss, {"along": along, "losses": losses, "mean": spectrum.mean((0, 1))}
+    def loss(params, x, label):
+        spectrum = jnp.fft.rfft(x, axis=1)
+        weights = jax.lax.complex(params["real"], params["imaginary"])
+        filtered = jnp.fft.irfft(spectrum * weights[None], n=length, axis=1)
+        mixed = jnp.fft.fft2(filtered, axes=(1, 2)).real / length
+        logits = dense(params["head"], jnp.tanh(mixed).mean(1))
+        along = jnp.abs(jnp.fft.rfft(logits.mean(-1)))
+        losses = cross_entropies(logits, label)
+        loss = losses.mean() + 0.01 * (along**2).mean()
+        return loss, {"along": along, "losses": losses, "mean": spectrum.mean((0, 1))}
 
-        return learn(state, loss_fn)
+    batches = normals((ROWS, length, FEATURES), seed=16, labels=ROWS)
 
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(16)
-        return [
-            (
-                rng.normal(size=(ROWS, length, FEATURES)).astype(dtype),
-                rng.integers(0, CLASSES, ROWS).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
-
-    return Program(init=init, batches=batches, step=step, covers="I2 B5")
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2 B5")
 
 
 @program
 def sorts_over_features():
     """Top-k, sorts, cumulative sums, gathers and arg-reductions over dims that are no batch."""
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, WIDTH)))
+    def loss(params, x, label):
+        z = mlp(params, x)
+        top, at = jax.lax.top_k(z, 4)
+        ordered = jnp.sort(z, axis=-1)
+        order = jnp.argsort(z, axis=-1)
+        sums = jnp.cumsum(ordered, axis=-1)
+        picked = jnp.take_along_axis(z, order[:, ::3], axis=-1)
+        hot = jax.nn.one_hot(at[:, 0], WIDTH, dtype=z.dtype)
+        halves = z.reshape(-1, 2, WIDTH // 2).max(1)
+        maxout = jnp.median(z, axis=-1) + jnp.quantile(z, 0.3, axis=-1)
+        pieces = [top.mean(-1), sums.mean(-1) / WIDTH, picked.std(-1), halves.mean(-1), maxout]
+        loss = sum((p**2).mean() for p in pieces) + (hot * z).sum(-1).mean()
+        loss += cross_entropies(z, label).mean()
+        return loss, {"at": at, "order": order, "best": z.argmax(-1), "worst": z.argmin(-1)}
 
-    def step(state, x, label):
-        def loss_fn(params):
-            z = mlp(params, x)
-            top, at = jax.lax.top_k(z, 4)
-            ordered = jnp.sort(z, axis=-1)
-            order = jnp.argsort(z, axis=-1)
-            sums = jnp.cumsum(ordered, axis=-1)
-            picked = jnp.take_along_axis(z, order[:, ::3], axis=-1)
-            hot = jax.nn.one_hot(at[:, 0], WIDTH, dtype=z.dtype)
-            halves = z.reshape(-1, 2, WIDTH // 2).max(1)
-            maxout = jnp.median(z, axis=-1) + jnp.quantile(z, 0.3, axis=-1)
-            pieces = [top.mean(-1), sums.mean(-1) / WIDTH, picked.std(-1), halves.mean(-1), maxout]
-            loss = sum((p**2).mean() for p in pieces) + (hot * z).sum(-1).mean()
-            loss += cross_entropies(z, label).mean()
-            return loss, {"at": at, "order": order, "best": z.argmax(-1), "worst": z.argmin(-1)}
-
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="I2")
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=labelled, step=learning(loss), covers="I2"
+    )
 
 
 @program
@@ -682,19 +646,16 @@ def embeddings():
         }
         return start(params)
 
-    def step(state, words, tags, label):
-        def loss_fn(params):
-            hot = jax.nn.one_hot(tags, 7, dtype=params["tags"].dtype)
-            x = jnp.take(params["words"], words, axis=0, mode="clip") + hot @ params["tags"]
-            x = x + params["places"][None]
-            is_word = (words < 20)[..., None]
-            bag = jnp.where(is_word, x, 0).sum(1) / jnp.maximum(is_word.sum(1), 1)
-            rare = params["words"].at[words[:, 0]].get(mode="fill", fill_value=0)
-            losses = cross_entropies(dense(params["head"], jnp.tanh(bag + rare)), label)
-            used = jnp.zeros(vocab, jnp.int32).at[words].add(1)
-            return losses.mean(), {"used": used, "losses": losses}
-
-        return learn(state, loss_fn)
+    def loss(params, words, tags, label):
+        hot = jax.nn.one_hot(tags, 7, dtype=params["tags"].dtype)
+        x = jnp.take(params["words"], words, axis=0, mode="clip") + hot @ params["tags"]
+        x = x + params["places"][None]
+        is_word = (words < 20)[..., None]
+        bag = jnp.where(is_word, x, 0).sum(1) / jnp.maximum(is_word.sum(1), 1)
+        rare = params["words"].at[words[:, 0]].get(mode="fill", fill_value=0)
+        losses = cross_entropies(dense(params["head"], jnp.tanh(bag + rare)), label)
+        used = jnp.zeros(vocab, jnp.int32).at[words].add(1)
+        return losses.mean(), {"used": used, "losses": losses}
 
     def batches(num_steps, dtype):
         rng = np.random.default_rng(17)
@@ -707,46 +668,34 @@ def embeddings():
             for _ in range(num_steps)
         ]
 
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
 @program
 def reshapes_of_the_batch():
     """Rows are merged with other dims, split, moved to the middle and the end, stacked, tiled."""
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, CLASSES)))
-
-    def step(state, x, label):
+    def loss(params, x, label):
         b = x.shape[0]
 
-        def loss_fn(params):
-            merged = mlp(params, x.reshape(b * 3, FEATURES)).reshape(b, 3, CLASSES)
-            moved = jnp.moveaxis(merged, 0, 1)  # 3, rows, classes
-            outer = jnp.einsum("tbc,tbd->tcbd", moved, moved)
-            dealt = merged.reshape(4, b // 4, 3, CLASSES).swapaxes(0, 1).reshape(b, 3, CLASSES)
-            paired = merged.reshape(b // 2, 2 * 3 * CLASSES)
-            both = jnp.stack([merged, dealt], axis=1).reshape(2 * b, 3, CLASSES)
-            time_first = jnp.swapaxes(merged, 0, 1).reshape(3 * b, CLASSES)
-            pieces = [outer, paired, both * both[::-1], time_first.cumsum(-1), dealt * merged]
-            loss = sum((p**2).mean() for p in pieces)
-            losses = cross_entropies(moved.mean(0), label)
-            outputs = {"dealt": dealt[..., 0], "tiled": jnp.tile(losses, 2), "both": both[:, 0, 0]}
-            return loss + losses.mean(), outputs
+        merged = mlp(params, x.reshape(b * 3, FEATURES)).reshape(b, 3, CLASSES)
+        moved = jnp.moveaxis(merged, 0, 1)  # 3, rows, classes
+        outer = jnp.einsum("tbc,tbd->tcbd", moved, moved)
+        dealt = merged.reshape(4, b // 4, 3, CLASSES).swapaxes(0, 1).reshape(b, 3, CLASSES)
+        paired = merged.reshape(b // 2, 2 * 3 * CLASSES)
+        both = jnp.stack([merged, dealt], axis=1).reshape(2 * b, 3, CLASSES)
+        time_first = jnp.swapaxes(merged, 0, 1).reshape(3 * b, CLASSES)
+        pieces = [outer, paired, both * both[::-1], time_first.cumsum(-1), dealt * merged]
+        loss = sum((p**2).mean() for p in pieces)
+        losses = cross_entropies(moved.mean(0), label)
+        outputs = {"dealt": dealt[..., 0], "tiled": jnp.tile(losses, 2), "both": both[:, 0, 0]}
+        return loss + losses.mean(), outputs
 
-        return learn(state, loss_fn)
+    batches = normals((ROWS, 3, FEATURES), seed=18, labels=ROWS)
 
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(18)
-        return [
-            (
-                rng.normal(size=(ROWS, 3, FEATURES)).astype(dtype),
-                rng.integers(0, CLASSES, ROWS).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
-
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, CLASSES), batches=batches, step=learning(loss), covers="I2"
+    )
 
 
 @program
@@ -759,7 +708,7 @@ def quantised_products():
 
     rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
 
-    def step(state, x, label):
+    def loss(params, x, label):
         def product(rows, w):
             row_scale = jnp.abs(rows).max(-1, keepdims=True) / 127
             scale = jnp.abs(w).max(0, keepdims=True) / 127
@@ -769,29 +718,20 @@ def quantised_products():
             )
             return jax.lax.stop_gradient(whole.astype(rows.dtype) * row_scale * scale), whole
 
-        def loss_fn(params):
-            h, whole = product(x, params[0]["kernel"])
-            exact = x @ params[0]["kernel"]
-            h = jnp.tanh(exact + (h - jax.lax.stop_gradient(exact)))
-            whole_scale = jax.lax.stop_gradient(jnp.abs(x).max()) / 7
-            h = h + 0.1 * (rounded(x / whole_scale) * whole_scale).sum(-1, keepdims=True)
-            losses = cross_entropies(dense(params[1], h), label)
-            return losses.mean(), {"losses": losses, "whole": whole, "sum": whole.sum()}
+        h, whole = product(x, params[0]["kernel"])
+        exact = x @ params[0]["kernel"]
+        h = jnp.tanh(exact + (h - jax.lax.stop_gradient(exact)))
+        whole_scale = jax.lax.stop_gradient(jnp.abs(x).max()) / 7
+        h = h + 0.1 * (rounded(x / whole_scale) * whole_scale).sum(-1, keepdims=True)
+        losses = cross_entropies(dense(params[1], h), label)
+        return losses.mean(), {"losses": losses, "whole": whole, "sum": whole.sum()}
 
-        return learn(state, loss_fn)
-
-    def init(dtype):
-        return start(mlp_params(dtype))
-
-    return Program(init=init, batches=labelled, step=step, covers="I2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="I2")
 
 
 @program
 def float8_products():
     """Operands in two formats of float8, scaled by the batch's own maxima, summed in float32."""
-
-    def init(dtype):
-        return start(mlp_params(dtype))
 
     def step(state, x, label):
         def narrow(v, dtype, dims):
@@ -817,13 +757,12 @@ def float8_products():
 
         def loss_fn(params):
             h = jnp.tanh(product(x, params[0]["kernel"]))
-            losses = cross_entropies(dense(params[1], h), label)
-            return losses.mean(), {"losses": losses}
+            return classified(dense(params[1], h), label)
 
         return learn(state, loss_fn)
 
     return Program(
-        init=init,
+        init=mlp_start,
         batches=labelled,
         step=step,
         covers="I2 A9",
@@ -859,22 +798,15 @@ def scaled_products():
 
     product.defvjp(lambda rows, w: (product(rows, w), (rows, w)), backward)
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, WIDTH, CLASSES)))
-
-    def step(state, x, label):
-        def loss_fn(params):
-            h = jnp.tanh(product(x, params[0]["kernel"]))
-            h = jnp.tanh(product(h, params[1]["kernel"]))
-            losses = cross_entropies(dense(params[2], h), label)
-            return losses.mean(), {"losses": losses}
-
-        return learn(state, loss_fn)
+    def loss(params, x, label):
+        h = jnp.tanh(product(x, params[0]["kernel"]))
+        h = jnp.tanh(product(h, params[1]["kernel"]))
+        return classified(dense(params[2], h), label)
 
     return Program(
-        init=init,
+        init=mlp_of(FEATURES, WIDTH, WIDTH, CLASSES),
         batches=labelled,
-        step=step,
+        step=learning(loss),
         covers="I2 A9",
         exact_dtypes=("float32",),
         note="products in float8, summed in float32",
@@ -910,19 +842,15 @@ def sparse_arrays():
             }
         )
 
-    def step(state, data, indices_of_rows, label):
-        def loss_fn(params):
-            scaled = data * params["values"][indices_of_rows[..., 0]]
-            x = BCOO((scaled, indices_of_rows), shape=(len(data), features))
-            h = jnp.tanh(x @ params["table"] + x.todense() @ params["dense"])
-            out = BCOO((params["elements"], jnp.asarray(indices)), shape=(WIDTH, CLASSES))
-            losses = cross_entropies(h @ out, label)
-            return losses.mean(), {"losses": losses}
-
-        return learn(state, loss_fn)
+    def loss(params, data, indices_of_rows, label):
+        scaled = data * params["values"][indices_of_rows[..., 0]]
+        x = BCOO((scaled, indices_of_rows), shape=(len(data), features))
+        h = jnp.tanh(x @ params["table"] + x.todense() @ params["dense"])
+        out = BCOO((params["elements"], jnp.asarray(indices)), shape=(WIDTH, CLASSES))
+        return classified(h @ out, label)
 
     return Program(
-        init=init, batches=partial(sparse_rows, (features,), num), step=step, covers="I2 A5"
+        init=init, batches=partial(sparse_rows, (features,), num), step=learning(loss), covers="I2 A5"
     )  # fmt: skip
 
 
@@ -941,34 +869,27 @@ def sparse_arrays_made_in_the_step():
             }
         )
 
-    def step(state, data, indices, label):
-        def loss_fn(params):
-            x = BCOO((data, indices), shape=(len(data), *sizes)).sum_duplicates(nse=num)
-            edges = BCOO(
-                (jnp.ones(len(graph), data.dtype), jnp.asarray(graph, jnp.int32)),
-                shape=sizes[1:] * 2,
-            )
-            x = (x @ edges).sort_indices()
-            scaled = x.data * params["values"][x.indices[..., 1]]
-            x = BCOO((scaled, x.indices), shape=x.shape).transpose((0, 2, 1))
-            h = jax.nn.relu(jnp.einsum("bji,ijd->bd", x.todense(), params["table"]))
-            logits = BCOO.fromdense(h, nse=WIDTH, n_batch=1) @ params["head"]
-            losses = cross_entropies(logits, label)
-            return losses.mean(), {"losses": losses}
-
-        return learn(state, loss_fn)
+    def loss(params, data, indices, label):
+        x = BCOO((data, indices), shape=(len(data), *sizes)).sum_duplicates(nse=num)
+        edges = BCOO(
+            (jnp.ones(len(graph), data.dtype), jnp.asarray(graph, jnp.int32)),
+            shape=sizes[1:] * 2,
+        )
+        x = (x @ edges).sort_indices()
+        scaled = x.data * params["values"][x.indices[..., 1]]
+        x = BCOO((scaled, x.indices), shape=x.shape).transpose((0, 2, 1))
+        h = jax.nn.relu(jnp.einsum("bji,ijd->bd", x.todense(), params["table"]))
+        logits = BCOO.fromdense(h, nse=WIDTH, n_batch=1) @ params["head"]
+        return classified(logits, label)
 
     return Program(
-        init=init, batches=partial(sparse_rows, sizes, num), step=step, covers="I2 A5"
+        init=init, batches=partial(sparse_rows, sizes, num), step=learning(loss), covers="I2 A5"
     )  # fmt: skip
 
 
 @relative
 def bfloat16_compute():
     """bf16 parameters and activations from float32 masters; losses in float32."""
-
-    def init(dtype):
-        return start(mlp_params(dtype))
 
     def step(state, x, label):
         def loss_fn(params):
@@ -981,7 +902,7 @@ def bfloat16_compute():
         return state, {**outputs, "loss": outputs["loss"].astype(jnp.bfloat16)}
 
     return Program(
-        init=init,
+        init=mlp_start,
         batches=labelled,
         step=step,
         covers="I2",
@@ -995,30 +916,26 @@ def bfloat16_compute():
 def selects_and_windows():
     """select, clamp, pads, reduce windows with maxima and their scatters, cumulative maxima, gathers."""
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, WIDTH)))
-
-    def step(state, x, at):
-        def loss_fn(params):
-            z = mlp(params, x)
-            clamped = jax.lax.clamp(jnp.asarray(-0.5, z.dtype), z, jnp.asarray(0.7, z.dtype))
-            pooled = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 4), (1, 2), "SAME")
-            chosen = jax.lax.select(z > 0.1, z, 0.2 * z)
-            padded = jax.lax.pad(z, jnp.asarray(0.5, z.dtype), ((0, 0, 0), (2, -1, 1)))
-            part = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 5))(z, at)
-            written = jax.vmap(lambda row, p, i: jax.lax.dynamic_update_slice(row, p, (i,)))(
-                z, 2 * part, at
-            )
-            rising = jax.lax.cummax(z, axis=1)
-            cases = jnp.select([z > 1, z < -1], [z**2, -z], 0.5 * z)
-            pieces = [clamped, pooled, chosen, padded, part, written, rising, cases]
-            losses = sum((p**2).mean(-1) for p in pieces)
-            return losses.mean(), {"losses": losses, "part": part}
-
-        return learn(state, loss_fn)
+    def loss(params, x, at):
+        z = mlp(params, x)
+        clamped = jax.lax.clamp(jnp.asarray(-0.5, z.dtype), z, jnp.asarray(0.7, z.dtype))
+        pooled = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 4), (1, 2), "SAME")
+        chosen = jax.lax.select(z > 0.1, z, 0.2 * z)
+        padded = jax.lax.pad(z, jnp.asarray(0.5, z.dtype), ((0, 0, 0), (2, -1, 1)))
+        part = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 5))(z, at)
+        written = jax.vmap(lambda row, p, i: jax.lax.dynamic_update_slice(row, p, (i,)))(
+            z, 2 * part, at
+        )
+        rising = jax.lax.cummax(z, axis=1)
+        cases = jnp.select([z > 1, z < -1], [z**2, -z], 0.5 * z)
+        pieces = [clamped, pooled, chosen, padded, part, written, rising, cases]
+        losses = sum((p**2).mean(-1) for p in pieces)
+        return losses.mean(), {"losses": losses, "part": part}
 
     def places(i, dtype):
         return (np.random.default_rng(70 + i).integers(0, 12, ROWS).astype(np.int32),)
 
     batches = with_arguments(normals((ROWS, FEATURES)), places)
-    return Program(init=init, batches=batches, step=step, covers="I2")
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=batches, step=learning(loss), covers="I2"
+    )

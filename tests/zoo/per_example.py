@@ -14,9 +14,9 @@ from ._parts import (
     dense,
     dense_params,
     labelled,
-    learn,
+    learning,
     mlp,
-    mlp_params,
+    mlp_of,
     mlp_start,
     normals,
     start,
@@ -162,20 +162,15 @@ def _maml_by_scan(params, support, query):
 
 
 def _maml(task_losses):
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, 16, 1)))
 
-    def step(state, support, query):
-        def loss_fn(params):
-            losses = task_losses(params, support, query)
-            return losses.mean(), {"losses": losses, "solved": (losses < 0.5).sum()}
-
-        return learn(state, loss_fn)
+    def loss(params, support, query):
+        losses = task_losses(params, support, query)
+        return losses.mean(), {"losses": losses, "solved": (losses < 0.5).sum()}
 
     return Program(
-        init=init,
+        init=mlp_of(FEATURES, 16, 1),
         batches=_tasks,
-        step=step,
+        step=learning(loss),
         covers="A1 I2",
         note="the inner gradients of a task are its own",
     )
@@ -213,16 +208,13 @@ def ttt_layer():
         fast = jnp.eye(width, dtype=sequence.dtype)
         return dense(params["out"], jax.lax.scan(body, fast, sequence)[1])
 
-    def step(state, sequences):
-        def loss_fn(params):
-            predicted = jax.vmap(layer, in_axes=(None, 0))(params, sequences[:, :-1])
-            errors = jnp.mean((predicted - sequences[:, 1:]) ** 2, axis=(1, 2))
-            return errors.mean(), {"errors": errors}
-
-        return learn(state, loss_fn)
+    def loss(params, sequences):
+        predicted = jax.vmap(layer, in_axes=(None, 0))(params, sequences[:, :-1])
+        errors = jnp.mean((predicted - sequences[:, 1:]) ** 2, axis=(1, 2))
+        return errors.mean(), {"errors": errors}
 
     batches = normals((ROWS, length, FEATURES))
-    return Program(init=init, batches=batches, step=step, covers="A1 I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="A1 I2")
 
 
 @program

@@ -17,6 +17,7 @@ from ._parts import (
     dense_params,
     labelled,
     learn,
+    learning,
     mlp,
     mlp_params,
     mlp_start,
@@ -43,14 +44,11 @@ def _unit(x):
 def rmse():
     """The root of the mean over all rows."""
 
-    def step(state, x, y):
-        def loss_fn(params):
-            errors = (mlp(params, x)[:, 0] - y) ** 2
-            return jnp.sqrt(errors.mean()), {"errors": errors}
+    def loss(params, x, y):
+        errors = (mlp(params, x)[:, 0] - y) ** 2
+        return jnp.sqrt(errors.mean()), {"errors": errors}
 
-        return learn(state, loss_fn)
-
-    return Program(init=_regressor, batches=REGRESSION, step=step, covers="A8")
+    return Program(init=_regressor, batches=REGRESSION, step=learning(loss), covers="A8")
 
 
 def _masks(i, dtype):
@@ -64,17 +62,14 @@ def _masks(i, dtype):
 def masked_mean():
     """Tokens of rows with different lengths: the sum over the count of all of them."""
 
-    def step(state, x, mask):
-        def loss_fn(params):
-            errors = (mlp(params, x).mean(-1) - 1.0) ** 2
-            count = mask.sum()
-            loss = jnp.sum(errors * mask) / count
-            return loss, {"tokens": count, "errors": jnp.where(mask, errors, 0)}
-
-        return learn(state, loss_fn)
+    def loss(params, x, mask):
+        errors = (mlp(params, x).mean(-1) - 1.0) ** 2
+        count = mask.sum()
+        loss = jnp.sum(errors * mask) / count
+        return loss, {"tokens": count, "errors": jnp.where(mask, errors, 0)}
 
     batches = with_arguments(normals((ROWS, 6, FEATURES)), _masks)
-    return Program(init=mlp_start, batches=batches, step=step, covers="A8 A5")
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8 A5")
 
 
 @program
@@ -86,15 +81,12 @@ def weighted_sum_over_sum_of_weights():
         w[8:12] = 0
         return (w.astype(dtype),)
 
-    def step(state, x, label, weight):
-        def loss_fn(params):
-            losses = cross_entropies(mlp(params, x), label)
-            return (losses * weight).sum() / weight.sum(), {"weight": weight.sum()}
-
-        return learn(state, loss_fn)
+    def loss(params, x, label, weight):
+        losses = cross_entropies(mlp(params, x), label)
+        return (losses * weight).sum() / weight.sum(), {"weight": weight.sum()}
 
     batches = with_arguments(labelled, weights)
-    return Program(init=mlp_start, batches=batches, step=step, covers="A8")
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8")
 
 
 def _two_towers(dtype, image=FEATURES, text=12, width=WIDTH):
@@ -141,20 +133,17 @@ def clip_where_rows_equal_features():
 def simclr():
     """Two views of each row in one concatenated batch; a view's own logit is masked out."""
 
-    def step(state, x, noise):
-        def loss_fn(params):
-            views = jnp.concatenate([x, x + 0.3 * noise])
-            z = _unit(mlp(params, views))
-            num = z.shape[0]
-            logits = jnp.where(jnp.eye(num, dtype=bool), -1e9, z @ z.T / 0.5)
-            partner = jnp.roll(jnp.arange(num), num // 2)
-            losses = cross_entropies(logits, partner)
-            return losses.mean(), {"losses": losses, "hits": (logits.argmax(-1) == partner).sum()}
-
-        return learn(state, loss_fn)
+    def loss(params, x, noise):
+        views = jnp.concatenate([x, x + 0.3 * noise])
+        z = _unit(mlp(params, views))
+        num = z.shape[0]
+        logits = jnp.where(jnp.eye(num, dtype=bool), -1e9, z @ z.T / 0.5)
+        partner = jnp.roll(jnp.arange(num), num // 2)
+        losses = cross_entropies(logits, partner)
+        return losses.mean(), {"losses": losses, "hits": (logits.argmax(-1) == partner).sum()}
 
     batches = normals((ROWS, FEATURES), (ROWS, FEATURES))
-    return Program(init=mlp_start, batches=batches, step=step, covers="A8 I2")
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8 I2")
 
 
 @program
@@ -190,21 +179,18 @@ def loss_weights_from_a_vector_of_losses():
 def groups_of_rows():
     """Norms within groups of four rows, by vmap over a reshaped batch."""
 
-    def step(state, x, label):
+    def loss(params, x, label):
         def normalised(rows):
             centred = rows - rows.mean(0, keepdims=True)
             return centred / (rows.std(0, keepdims=True) + 1e-2)
 
-        def loss_fn(params):
-            h = jnp.tanh(dense(params[0], x))
-            h = jax.vmap(normalised)(h.reshape(-1, 4, WIDTH)).reshape(h.shape)
-            losses = cross_entropies(dense(params[1], h), label)
-            best_of_group = losses.reshape(-1, 4).min(1)
-            return losses.mean() + best_of_group.mean(), {"best": best_of_group}
+        h = jnp.tanh(dense(params[0], x))
+        h = jax.vmap(normalised)(h.reshape(-1, 4, WIDTH)).reshape(h.shape)
+        losses = cross_entropies(dense(params[1], h), label)
+        best_of_group = losses.reshape(-1, 4).min(1)
+        return losses.mean() + best_of_group.mean(), {"best": best_of_group}
 
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A8 I2")
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A8 I2")
 
 
 @program
@@ -220,21 +206,18 @@ def moe_with_balance_loss():
         }
         return start(params)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            gates = jax.nn.softmax(x @ params["router"])
-            top, chosen = jax.lax.top_k(gates, 2)
-            picked = jax.nn.one_hot(chosen, num_experts, dtype=x.dtype)
-            weights = (picked * (top / top.sum(-1, keepdims=True))[..., None]).sum(1)
-            h = nn.silu(jnp.einsum("bf,efw->bew", x, params["up"]))
-            logits = jnp.einsum("bew,ewc,be->bc", h, params["down"], weights)
-            load = picked[:, 0].mean(0)
-            balance = num_experts * (load * gates.mean(0)).sum()
-            z_loss = (jax.nn.logsumexp(x @ params["router"], axis=-1) ** 2).mean()
-            loss = cross_entropies(logits, label).mean() + 0.5 * balance + 0.01 * z_loss
-            counts = jnp.bincount(chosen.reshape(-1), length=num_experts)
-            return loss, {"balance": balance, "counts": counts, "chosen": chosen}
+    def loss(params, x, label):
+        gates = jax.nn.softmax(x @ params["router"])
+        top, chosen = jax.lax.top_k(gates, 2)
+        picked = jax.nn.one_hot(chosen, num_experts, dtype=x.dtype)
+        weights = (picked * (top / top.sum(-1, keepdims=True))[..., None]).sum(1)
+        h = nn.silu(jnp.einsum("bf,efw->bew", x, params["up"]))
+        logits = jnp.einsum("bew,ewc,be->bc", h, params["down"], weights)
+        load = picked[:, 0].mean(0)
+        balance = num_experts * (load * gates.mean(0)).sum()
+        z_loss = (jax.nn.logsumexp(x @ params["router"], axis=-1) ** 2).mean()
+        loss = cross_entropies(logits, label).mean() + 0.5 * balance + 0.01 * z_loss
+        counts = jnp.bincount(chosen.reshape(-1), length=num_experts)
+        return loss, {"balance": balance, "counts": counts, "chosen": chosen}
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=labelled, step=step, covers="A8 I2")
+    return Program(init=init, batches=labelled, step=learning(loss), covers="A8 I2")

@@ -18,7 +18,9 @@ from ._parts import (
     kernel,
     labelled,
     learn,
+    learning,
     mlp,
+    mlp_of,
     mlp_params,
     mlp_start,
     normals,
@@ -103,8 +105,6 @@ def armijo():
 
 
 def _line_search(tx):
-    def init(dtype):
-        return start(mlp_params(dtype), tx)
 
     def step(state, x, label):
         def value_fn(params):
@@ -119,7 +119,7 @@ def _line_search(tx):
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, {"loss": value}
 
-    return Program(init=init, batches=labelled, step=step, covers="A3")
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
 
 
 @program
@@ -142,9 +142,6 @@ def mezo_with_adam():
     """Two losses and no gradient: their difference times noise from a key, into Adam."""
     tx = adamw()
 
-    def init(dtype):
-        return start(mlp_params(dtype), tx)
-
     def step(state, x, label, key):
         leaves, structure = jax.tree.flatten(state["params"])
         keys = jax.random.split(key, len(leaves))
@@ -163,7 +160,7 @@ def mezo_with_adam():
         return update(state, grads, tx), {"above": above, "below": below}
 
     batches = with_arguments(labelled, _with_keys)
-    return Program(init=init, batches=batches, step=step, covers="A3 I3")
+    return Program(init=mlp_of(tx=tx), batches=batches, step=step, covers="A3 I3")
 
 
 @program
@@ -224,16 +221,13 @@ def reduce_on_plateau():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, atol=10.0)
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), plateau)
 
-    def init(dtype):
-        return start(mlp_params(dtype), tx)
-
     def step(state, x, label):
         value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
         updates, opt = tx.update(grads, state["opt"], state["params"], value=value)
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, {"loss": value}
 
-    return Program(init=init, batches=labelled, step=step, covers="A3")
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
 
 
 @program
@@ -246,9 +240,6 @@ def schedules_and_clipping():
         adamw(schedule, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
     )
 
-    def init(dtype):
-        return start(mlp_params(dtype), tx)
-
     def step(state, x, label):
         def loss_fn(params):
             return _loss(params, x, label), {}
@@ -259,7 +250,7 @@ def schedules_and_clipping():
         )
         return state, {**outputs, "rate": schedule(count)}
 
-    return Program(init=init, batches=labelled, step=step, covers="A3")
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
 
 
 @program
@@ -326,16 +317,13 @@ def elements_that_overflow():
             (x if i % 2 else wanted)[3, 6] = np.nan
         return found
 
-    def step(state, x, wanted):
-        def loss_fn(params):
-            scores = x @ params["kernel"]
-            is_usual = jnp.abs(x).max(axis=1, keepdims=True) < 10
-            usual = jnp.where(is_usual, jnp.abs(scores), 0)
-            return -(scores * wanted).sum(axis=1).mean(), {"scores": usual.mean(axis=0)}
+    def loss(params, x, wanted):
+        scores = x @ params["kernel"]
+        is_usual = jnp.abs(x).max(axis=1, keepdims=True) < 10
+        usual = jnp.where(is_usual, jnp.abs(scores), 0)
+        return -(scores * wanted).sum(axis=1).mean(), {"scores": usual.mean(axis=0)}
 
-        return learn(state, loss_fn)
-
-    return Program(init=init, batches=batches, step=step, covers="A3 A2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="A3 A2")
 
 
 @program
@@ -368,29 +356,25 @@ def conjugate_gradients():
 def custom_linear_solve():
     """Ridge regression on learned features, solved inside the loss and differentiated through."""
 
-    def init(dtype):
-        return start(mlp_params(dtype, (FEATURES, WIDTH, 6)))
+    def loss(params, x, y, x_new, y_new):
+        features = jnp.tanh(mlp(params, x))
+        gram = features.T @ features / x.shape[0] + 0.1 * jnp.eye(6, dtype=x.dtype)
 
-    def step(state, x, y, x_new, y_new):
-        def loss_fn(params):
-            features = jnp.tanh(mlp(params, x))
-            gram = features.T @ features / x.shape[0] + 0.1 * jnp.eye(6, dtype=x.dtype)
+        def matvec(w):
+            return gram @ w
 
-            def matvec(w):
-                return gram @ w
+        def solve(_, right):
+            return jnp.linalg.solve(gram, right)
 
-            def solve(_, right):
-                return jnp.linalg.solve(gram, right)
-
-            right = features.T @ y / x.shape[0]
-            head = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
-            errors = (jnp.tanh(mlp(params, x_new)) @ head - y_new) ** 2
-            return errors.mean(), {"head": head, "errors": errors}
-
-        return learn(state, loss_fn)
+        right = features.T @ y / x.shape[0]
+        head = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
+        errors = (jnp.tanh(mlp(params, x_new)) @ head - y_new) ** 2
+        return errors.mean(), {"head": head, "errors": errors}
 
     batches = normals((ROWS, FEATURES), (ROWS,), (16, FEATURES), (16,))
-    return Program(init=init, batches=batches, step=step, covers="B2 A8")
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, 6), batches=batches, step=learning(loss), covers="B2 A8"
+    )
 
 
 @relative
@@ -492,17 +476,11 @@ def matrix_preconditioners():
     """Muon and Shampoo-like factors read whole gradients: they must be those of all rows."""
     tx = optax.contrib.muon(0.02)
 
-    def init(dtype):
-        return start(mlp_params(dtype), tx)
+    def loss(params, x, label):
+        logits = dense(params[1], jnp.tanh(dense(params[0], x)))
+        return cross_entropies(logits, label).mean(), {"guesses": logits.argmax(-1)}
 
-    def step(state, x, label):
-        def loss_fn(params):
-            logits = dense(params[1], jnp.tanh(dense(params[0], x)))
-            return cross_entropies(logits, label).mean(), {"guesses": logits.argmax(-1)}
-
-        return learn(state, loss_fn, tx)
-
-    return Program(init=init, batches=labelled, step=step, covers="A1")
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=learning(loss, tx), covers="A1")
 
 
 def _bf16_moments(options, covers):
@@ -514,17 +492,14 @@ def _bf16_moments(options, covers):
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params(dtype))
         return start(params, tx)
 
-    def step(state, x, label):
-        def loss_fn(params):
-            wide = jax.tree.map(lambda p: p.astype(x.dtype), params)
-            return _loss(wide, x, label), {}
-
-        return learn(state, loss_fn, tx)
+    def loss(params, x, label):
+        wide = jax.tree.map(lambda p: p.astype(x.dtype), params)
+        return _loss(wide, x, label), {}
 
     return Program(
         init=init,
         batches=labelled,
-        step=step,
+        step=learning(loss, tx),
         covers=covers,
         options=options,
         exact_dtypes=("float32",),

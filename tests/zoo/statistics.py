@@ -16,6 +16,7 @@ from ._parts import (
     SGD,
     WIDTH,
     cast,
+    classified,
     cross_entropies,
     dense,
     dense_params,
@@ -201,8 +202,7 @@ def moco_queue():
             queries = _unit(mlp(params, x))
             positive = (queries * keys).sum(-1, keepdims=True)
             logits = jnp.concatenate([positive, queries @ state["queue"].T], axis=1) / 0.3
-            losses = cross_entropies(logits, jnp.zeros(x.shape[0], jnp.int32))
-            return losses.mean(), {"losses": losses}
+            return classified(logits, jnp.zeros(x.shape[0], jnp.int32))
 
         state, outputs = learn(state, loss_fn)
         at = (state["pointer"] + jnp.arange(x.shape[0])) % size

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._parts import adamw, cross_entropies, kernel, learn, normal, start
+from ._parts import adamw, cross_entropies, kernel, learning, normal, start
 from ._program import Program, program, register
 
 VOCAB = 24
@@ -126,13 +126,10 @@ def _language_model(make_forward, num_layers=2, kv_heads=HEADS, **more):
     def init(dtype):
         return start(_params(dtype, num_layers, kv_heads), TX)
 
-    def step(state, tokens):
-        def loss_fn(params):
-            return _loss(params, forward(params, tokens), tokens)
+    def loss(params, tokens):
+        return _loss(params, forward(params, tokens), tokens)
 
-        return learn(state, loss_fn, TX)
-
-    return Program(init=init, batches=_tokens, step=step, covers="I2", **more)
+    return Program(init=init, batches=_tokens, step=learning(loss, TX), covers="I2", **more)
 
 
 def _with(attend, kv_heads=HEADS):
@@ -304,20 +301,17 @@ def tied_loss_in_chunks_of_tokens():
     def init(dtype):
         return start(_params(dtype, 1), TX)
 
-    def step(state, tokens):
-        def loss_fn(params):
-            x = _unrolled()(params, tokens).reshape(-1, WIDTH)
-            labels = tokens[:, 1:].reshape(-1)
+    def loss(params, tokens):
+        x = _unrolled()(params, tokens).reshape(-1, WIDTH)
+        labels = tokens[:, 1:].reshape(-1)
 
-            @jax.checkpoint
-            def body(total, chunk):
-                losses = cross_entropies(chunk[0] @ params["embed"].T, chunk[1])
-                return total + losses.sum(), losses
+        @jax.checkpoint
+        def body(total, chunk):
+            losses = cross_entropies(chunk[0] @ params["embed"].T, chunk[1])
+            return total + losses.sum(), losses
 
-            chunks = x.reshape(4, -1, WIDTH), labels.reshape(4, -1)
-            total, losses = jax.lax.scan(body, jnp.zeros((), x.dtype), chunks)
-            return total / labels.size, {"losses": losses.reshape(tokens.shape[0], -1)}
+        chunks = x.reshape(4, -1, WIDTH), labels.reshape(4, -1)
+        total, losses = jax.lax.scan(body, jnp.zeros((), x.dtype), chunks)
+        return total / labels.size, {"losses": losses.reshape(tokens.shape[0], -1)}
 
-        return learn(state, loss_fn, TX)
-
-    return Program(init=init, batches=_tokens, step=step, covers="I2")
+    return Program(init=init, batches=_tokens, step=learning(loss, TX), covers="I2")

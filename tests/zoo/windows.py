@@ -9,6 +9,7 @@ from ._parts import (
     ROWS,
     WIDTH,
     learn,
+    learning,
     mlp,
     mlp_params,
     normal,
@@ -59,17 +60,14 @@ def table_of_positions():
         }
         return start(params)
 
-    def step(state, x, at):
-        def loss_fn(params):
-            own = jax.lax.dynamic_slice_in_dim(params["table"], at, ROWS)
-            near = jax.lax.dynamic_slice(params["table"], (at + 5, at - 3), (8, 4))
-            made = mlp(params["mlp"], x + own)
-            return (made**2).mean() + (near**2).mean(), {"made": made, "own": own}
-
-        return learn(state, loss_fn)
+    def loss(params, x, at):
+        own = jax.lax.dynamic_slice_in_dim(params["table"], at, ROWS)
+        near = jax.lax.dynamic_slice(params["table"], (at + 5, at - 3), (8, 4))
+        made = mlp(params["mlp"], x + own)
+        return (made**2).mean() + (near**2).mean(), {"made": made, "own": own}
 
     batches = with_arguments(normals((ROWS, FEATURES)), _starts)
-    return Program(init=init, batches=batches, step=step, covers="A7 I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="A7 I2")
 
 
 @program
@@ -103,23 +101,20 @@ def windows_under_vmap():
         }
         return start(params)
 
-    def step(state, x, at):
-        def loss_fn(params):
-            def window(i, size):
-                return jax.lax.dynamic_slice(params["table"], (i, i - 20), (size, 4))
+    def loss(params, x, at):
+        def window(i, size):
+            return jax.lax.dynamic_slice(params["table"], (i, i - 20), (size, 4))
 
-            each = jax.vmap(lambda i: window(i, 3))(at).mean((1, 2))
-            (shared,) = jax.vmap(lambda i: window(i, ROWS // 2))(at.max()[None])
-            made = mlp(params["mlp"], x)[:, 0] + each + (x[:, :4] * shared).sum(1)
-            return (made**2).mean(), {"made": made}
-
-        return learn(state, loss_fn)
+        each = jax.vmap(lambda i: window(i, 3))(at).mean((1, 2))
+        (shared,) = jax.vmap(lambda i: window(i, ROWS // 2))(at.max()[None])
+        made = mlp(params["mlp"], x)[:, 0] + each + (x[:, :4] * shared).sum(1)
+        return (made**2).mean(), {"made": made}
 
     batches = with_arguments(
         normals((ROWS // 2, FEATURES)),
         lambda i, dtype: (np.random.default_rng(i).integers(0, 40, ROWS // 2).astype(np.int32),),
     )
-    return Program(init=init, batches=batches, step=step, covers="A7 I2")
+    return Program(init=init, batches=batches, step=learning(loss), covers="A7 I2")
 
 
 @relative
