@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import P
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 import jzero
 import small
@@ -51,14 +51,9 @@ def specs_on(mesh: str, specs: Any) -> Any:
 
 def sharded(name: str, mesh: str, is_abstract: bool = False, **options: Any) -> Any:
     _, step, _, specs = STEPS[name]()
-    axes = MESHES[mesh]
-    sizes, names = tuple(axes.values()), tuple(axes)
-    on: Any = AbstractMesh(sizes, names)
-    if not is_abstract:
-        kinds = (AxisType.Auto,) * len(axes)
-        on = jax.make_mesh(
-            sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)]
-        )  # fmt: skip
+    on: Any = small.auto_mesh(**MESHES[mesh])
+    if is_abstract:
+        on = on.abstract_mesh
     return small.shard_train_step(step, mesh=on, in_specs={1: specs_on(mesh, specs)}, **options)
 
 

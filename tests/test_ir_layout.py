@@ -327,12 +327,7 @@ def program(steps, mesh):
             x = run(step, x)
         return x.reshape(*[1] * len(mesh), *x.shape)
 
-    where = jax.make_mesh(
-        tuple(mesh.values()),
-        tuple(mesh),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(mesh),
-        devices=jax.devices()[: math.prod(mesh.values())],
-    )
+    where = small.auto_mesh(**mesh)
     return jax.jit(
         jax.shard_map(on_device, mesh=where, in_specs=P(*mesh), out_specs=P(*mesh), check_vma=False)
     )

@@ -1,7 +1,6 @@
-"""Partitioned steps: every leaf and output of three steps against `jax.jit`, in float64; and what moves."""
+"""Partitioned steps and functions: every leaf and output against `jax.jit`, in float64; and what moves."""
 
 import functools
-import re
 from collections.abc import Callable
 
 import jax
@@ -11,36 +10,16 @@ import pytest
 from jax import P, lax
 
 import partition_steps as steps
-import partitioned
 from jzero.ir._layout import from_spec
+from jzero.testing import Tolerance, assert_same_training
 from jzero.tracing import _jaxpr
-from partitioned import DATA, ROWS, SQUARE, Case, kinds, program, run_and_compare
-
-BOTH = {"data": 4, "model": 2}
+from partitioned import DATA, ROWS, SQUARE, kinds, program, run_and_compare
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _double():
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
-
-
-def megatron(path, shape):
-    """Products by columns, then by rows, over the axis `model`."""
-    dims = {
-        "q": -2,
-        "k": -2,
-        "v": -2,
-        "o": -3,
-        "w1": -1,
-        "w2": -2,
-        "b1": -1,
-        "head": -1,
-        "a": -1,
-        "b": -2,
-    }
-    name = re.findall(r"\['(\w+)'\]", path)[-1]
-    return P(*[None] * (len(shape) + dims[name]), "model") if name in dims else P()
 
 
 tied = functools.partial(steps.gpt, scan=False, remat=False, tied=True)
@@ -67,97 +46,12 @@ def cases():
                 yield pytest.param(kind, stage, num, marks=marks, id=f"{kind}-{stage}-{num}")
 
 
-def check(case: Case) -> partitioned.Ready:
-    ready = partitioned.prepare(case)
-    assert partitioned.worst(partitioned.train(case, ready), partitioned.expected(case)) < 1e-9
-    return ready
-
-
 @pytest.mark.slow(but=["convolutions-3-13", "newton-3-16"])
 @pytest.mark.parametrize(("kind", "stage", "num"), list(cases()))
 def test_trains_as_on_one_device(kind, stage, num):
-    check(Case(*KINDS[kind](num), DATA, stage))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["mlp", "tied_gpt", "scanned_gpt"])
-def test_trains_with_specs_of_a_further_axis(kind, stage):
-    """Parameters rest in shards over `model` and stay there: columns and rows, logits by the vocabulary."""
-    ready = check(Case(*KINDS[kind](), BOTH, stage, megatron))
-    gathered = [m for m in ready.program.moves if m.kind == "gather" and "model" in m.axes]
-    assert not [m for m in gathered if m.of is not None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        # K and V are gathered in both passes, and their gradients scattered: 2 + 2 + 2 a layer.
-        ({"data": 4, "context": 2}, {"gather": 41 + 8, "reduce": 3, "scatter": 21 + 4}),
-        # Heads are sharded in the place of the sequence: q, k, v and what they attend to are exchanged.
-        ({"data": 2, "context": 4}, {"exchange": 26, "gather": 41, "reduce": 3, "scatter": 21}),
-    ],
-    ids=["keys_are_gathered", "heads_are_exchanged"],
-)
-def test_trains_with_the_sequence_sharded_too(sizes, expected):
-    """The state rests in shards over both axes; positions and masks are those of the whole sequence."""
-    spec = P("data", "context")
-    case = Case(*steps.gpt(), sizes, 3, rows=("data", "context"), spec=spec)
-    found = partitioned.moved(check(case).program)
-    assert {kind: num for kind, (num, _) in found.items()} == expected
-
-
-# -- what moves ---------------------------------------------------------------------------------------
-def times(gathers, scatters, reductions):
-    return {"gather": gathers, "reduce": reductions, "scatter": scatters}
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "expected"),
-    [
-        ("mlp", 3, times((4, 23408), (3, 18928), (2, 28))),
-        ("tied_gpt", 3, times((38, 391104), (20, 196448), (3, 42))),
-        ("scanned_gpt", 1, times((12, 217952), (21, 217952), (3, 42))),
-        ("scanned_gpt", 3, times((41, 414400), (21, 217952), (3, 42))),
-        ("lstm", 3, times((3, 115584), (2, 58240), (2, 28))),
-        ("moe", 3, times((6, 180096), (4, 119168), (2, 28))),
-    ],
-)
-def test_what_moves(kind, stage, expected):
-    """How often, and the bytes that reach a device."""
-    case = Case(*KINDS[kind](), DATA, stage)
-    assert partitioned.moved(partitioned.prepare(case).program) == expected
-
-
-@pytest.mark.slow
-def test_moves_are_the_collectives_of_the_program():
-    ready = partitioned.prepare(Case(*steps.gpt(), DATA, 3))
-    assert partitioned.collectives(ready.program.jaxpr, DATA) == partitioned.moved(ready.program)
-    state = [m for m in ready.program.moves if m.why == "state"]
-    assert state
-    assert all(m.of is not None and m.kind == "gather" for m in state)
-    assert all("partition_steps.py" in m.line or "optax" in m.line for m in ready.program.moves)
-
-
-@pytest.mark.slow
-def test_it_is_the_same_program_every_time():
-    case = Case(*steps.mlp(), DATA, 3)
-    texts = {str(partitioned.prepare(case).program.jaxpr) for _ in range(2)}
-    assert len(texts) == 1
-
-
-@pytest.mark.slow
-def test_it_is_the_same_program_in_every_process():
-    """Whatever order its sets have: processes that made other programs would wait for each other."""
-    script = (
-        "import conftest, jax, partition_steps, partitioned;"
-        "jax.config.update('jax_enable_x64', True);"
-        "jax.config.update('jax_numpy_rank_promotion', 'allow');"
-        "case = partitioned.Case(*partition_steps.clip(), {'data': 4, 'model': 2}, 3);"
-        "print(partitioned.prepare(case).program.jaxpr)"
-    )
-    assert "psum" in partitioned.printed_by_processes(script)
+    init, step, batch = KINDS[kind](num)
+    tolerance = Tolerance(rtol=1e-9, leaf_rtol=1e-9)
+    assert_same_training(step, init, [batch] * 3, stage=stage, tolerance=tolerance)
 
 
 # -- parts of it ----------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Conversions as one device's equations, on 8 devices; what a layout means is tested in test_ir_layout.py."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax import P
 
+import small
 import test_ir_layout as layouts
 from jzero.ir._layout import LOCAL, Layout, conversion
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
@@ -27,11 +26,7 @@ def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Va
         (y,) = _jaxpr.evaluate(jaxpr, writer.consts, x.reshape(x.shape[len(mesh) :]))
         return y.reshape(*[1] * len(mesh), *y.shape)
 
-    sizes = tuple(mesh.values())
-    where = jax.make_mesh(
-        sizes, tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh),
-        devices=jax.devices()[: math.prod(sizes)],
-    )  # fmt: skip
+    where = small.auto_mesh(**mesh)
     return jax.jit(
         jax.shard_map(on_device, mesh=where, in_specs=P(*mesh), out_specs=P(*mesh), check_vma=False)
     )

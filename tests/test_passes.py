@@ -1,6 +1,5 @@
 """Passes on one device's explicit program: the same to the bit, in another order that the jaxpr shows."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import partition_steps
-import partitioned
 from experiments.passes import explicit
 from jzero.sharding.passes import _before_loops, _order, _waits
 from jzero.sharding.passes._after_loops import after_loops
@@ -656,54 +653,3 @@ def test_loops_with_keys_and_effects_stay_right():
 
 
 CALLS: list[int] = []
-
-
-# -- what the partitioner writes -----------------------------------------------------------------------
-
-
-@functools.cache
-def partitioned_case(name: str) -> Any:
-    model = {
-        "scanned": lambda: partition_steps.gpt(),
-        "unrolled, tied": lambda: partition_steps.gpt(scan=False, tied=True),
-        "over time": lambda: partition_steps.lstm(),
-    }[name]
-    init, step, batch = model()
-    case = partitioned.Case(init, step, batch, {"data": NUM}, 3)
-    return case, partitioned.prepare(case)
-
-
-@pytest.fixture
-def _double() -> Any:
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_double")
-@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
-@pytest.mark.parametrize("name", ["scanned", "unrolled, tied", "over time"])
-def test_partitioned_steps_train_the_same(name: str):
-    """Within what XLA:CPU rounds in other fusions of a turn that stands behind its loop."""
-    case, ready = partitioned_case(name)
-    program = ready.program
-    new = functools.reduce(lambda jaxpr, each: each(jaxpr), ALL, program.jaxpr)
-    assert listed(functools.reduce(lambda jaxpr, each: each(jaxpr), ALL, new)) == listed(new)
-    for op in ("all_gather", "reduce_scatter", "psum", "dot_general"):
-        assert executed(new, op) == executed(program.jaxpr, op), op
-    # Of one product: a matrix and its bias of 128 elements.
-    assert ahead(new, set())[0] <= max(3 * MATRIX, 8 * 128 + max(map(bytes_of, gathers(new))))
-    specs = [[layout.spec() for layout in layouts] for layouts in (program.ins, program.outs)]
-    run = explicit.Program(new, ready.mesh, tuple(specs[0]), specs[1], program.consts).run()
-    got = partitioned.train(case, dataclasses.replace(ready, run=run))
-    assert partitioned.worst(got, partitioned.train(case, ready)) < 1e-13
-
-
-def gathers(jaxpr: Any) -> list[Any]:
-    return [
-        out
-        for each in levels(jaxpr)
-        for eqn in each.eqns
-        if eqn.primitive.name == "all_gather"
-        for out in eqn.outvars
-    ]
