@@ -197,11 +197,6 @@ def test_offload_with_too_little_room():
     refuses(ValueError, text, train_step, (W, W), X)
 
 
-def test_offload_of_nothing():
-    text = ["memory=PinnedHost()", "is worth it", "Drop it"]
-    refuses(ValueError, text, sharded(offload=jzero.PinnedHost()), W, X)
-
-
 @pytest.mark.parametrize(
     ("use", "how"),
     [
@@ -247,11 +242,6 @@ def test_axes_of_roles():
     refuses(ValueError, text, sharded(mesh=mesh, optimizer_axes="local"), W, X)
 
 
-def test_batch_does_not_divide_into_microbatches():
-    text = "x float32[16,8]: dim 0 of size 16 does not divide by 8 devices x 4 microbatches"
-    refuses(ValueError, text, sharded(written, axis_name="data", accumulate=4), W, X)
-
-
 def test_microbatches_of_an_argument_that_is_split_over_some_axes():
     options = dict(
         mesh=small.mesh(node=2, local=4),
@@ -265,12 +255,6 @@ def test_microbatches_of_an_argument_that_is_split_over_some_axes():
 
 def inner_steps(w, x):
     return jax.lax.scan(lambda w, _: step(w, x), w, None, length=3)
-
-
-def test_output_that_compares_examples():
-    text = ["float32[16,16] has several dims that follow the batch", "compare outside"]
-    train_step = sharded(lambda w, x: (written(w, x)[0], x @ x.T), axis_name="data")
-    refuses(TypeError, text, train_step, W, X)
 
 
 def test_masters_without_params():
@@ -287,16 +271,69 @@ def test_stochastic_rounding_of_float16():
     refuses(ValueError, ["a parameter is float16", "master_weights"], tx.init, W.astype("float16"))
 
 
-def test_step_fn_is_not_a_function():
-    refuses(ValueError, "step_fn is an int", sharded, 3)
+# Where a step is made: step_fn, options, and what is said.
+MADE: dict[str, tuple[Any, dict[str, Any], Any, Any]] = {
+    "a number": (3, {}, ValueError, "step_fn is an int"),
+    "sharded already": (sharded(), {}, ValueError, ["already a ShardedStep", "__wrapped__"]),
+    "without arguments": (lambda: None, {}, TypeError, "takes no arguments"),
+    "static name": (step, {"static_argnames": "cfg"}, ValueError,
+                    "static_argnames names 'cfg', and step_fn's parameters are ['w', 'x']"),
+    "static position": (step, {"static_argnums": 7}, ValueError, "static_argnums names 7"),
+    "static state": (step, {"static_argnums": 0, "state_argnums": 0}, ValueError,
+                     "the state 'w' is declared static"),
+    "spec of the state": (step, {"in_specs": {"w": P("data")}}, ValueError, "The stage decides"),
+    "spec of nothing": (step, {"in_specs": {"y": P()}}, ValueError, "in_specs names 'y'"),
+    "mesh": (step, {"mesh": 8}, ValueError, ["mesh is an int", "jax.make_mesh"]),
+}  # fmt: skip
 
 
-def test_step_fn_is_already_sharded():
-    refuses(ValueError, ["already a ShardedStep", "__wrapped__"], sharded, sharded())
+@pytest.mark.parametrize("name", MADE)
+def test_what_no_step_is_made_of(name):
+    step_fn, options, error, text = MADE[name]
+    refuses(error, text, sharded, step_fn, **options)
 
 
-def test_step_fn_takes_no_arguments():
-    refuses(TypeError, "takes no arguments", sharded, lambda: None)
+# Where it is called: step_fn, options, arguments, and what is said.
+CALLED: dict[str, tuple[Any, dict[str, Any], Any, Any, Any]] = {
+    "offload of nothing": (step, {"offload": jzero.PinnedHost()}, (W, X), ValueError,
+                           ["memory=PinnedHost()", "is worth it", "Drop it"]),
+    "microbatches": (written, {"axis_name": "data", "accumulate": 4}, (W, X), ValueError,
+                     "x float32[16,8]: dim 0 of size 16 does not divide by 8 devices x 4 microbatches"),
+    "compared examples": (lambda w, x: (written(w, x)[0], x @ x.T), {"axis_name": "data"}, (W, X), TypeError,
+                          ["float32[16,16] has several dims that follow the batch", "compare outside"]),
+    "a spec's structure": (step, {"in_specs": {"x": {"a": P(), "b": P()}}}, (W, X), ValueError,
+                           "in_specs['x'] does not fit"),
+    "a spec's axis": (step, {"in_specs": {"x": P("model")}}, (W, X), ValueError,
+                      ["x float32[16,8]: its spec P('model',) names axis 'model'",
+                       "the data axes are ('data',)", "Correct it, or drop it to split dim 0"]),
+    "a spec's dims": (step, {"in_specs": {"x": P(None, None, "data")}}, (W, X), ValueError,
+                      ["x float32[16,8] has fewer dims than its spec",
+                       "which dims of an argument are split"]),
+    "an axis": (step, {"mesh": small.mesh(data=8), "axis_names": "model"}, (W, X), ValueError,
+                "Axes(batch=) has ['model'], and the mesh has ('data',)"),
+    "a text": (step, {}, (W, "train"), ValueError, ["x is a str: 'train'", "static_argnames"]),
+    "leaves": (lambda s, x: (s, x.mean()), {}, ({"w": W, "fn": jnp.tanh, "name": "mlp"}, X), ValueError,
+               ["state['fn'] is a", "state['name'] is a str", "pytree_node=False"]),
+    "metrics alone": (lambda w, x: {"loss": loss_fn(w, x)}, {}, (W, X), ValueError,
+                      ["returned one dict", "Return (new_state, metrics)"]),
+    "None": (lambda w, x: None, {}, (W, X), ValueError, "step_fn returned None"),
+    "no state": (lambda s, x: (loss_fn(s["w"], x), x.mean()), {}, ({"w": W}, X), ValueError,
+                 "Return (new_state, metrics)"),
+    "another structure": (
+        lambda s, x: ({"w": s["w"], "ema": s["w"]}, x.mean()), {}, ({"w": W, "b": W}, X),
+        ValueError,
+        ["structure changes", "missing state['b']", "new state['ema']"]),
+    "other leaves": (
+        lambda s, x: {"a": s["a"].astype(jnp.bfloat16), "b": s["b"][:4]}, {}, ({"a": W, "b": W}, X),
+        ValueError,
+        ["state['a'] float32[8,8] became bfloat16[8, 8]", "state['b'] float32[8,8] became"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_no_step_is_called_with(name):
+    step_fn, options, args, error, text = CALLED[name]
+    refuses(error, text, sharded(step_fn, **options), *args)
 
 
 def test_pmapped_step():
@@ -304,62 +341,12 @@ def test_pmapped_step():
     refuses(ValueError, ["jax.pmap", "axis_name="], sharded, pmapped)
 
 
-def test_unknown_static_name():
-    found = "static_argnames names 'cfg', and step_fn's parameters are ['w', 'x']"
-    refuses(ValueError, found, sharded, static_argnames="cfg")
-
-
-def test_unknown_static_position():
-    refuses(ValueError, "static_argnums names 7", sharded, static_argnums=7)
-
-
-def test_static_state():
-    declared = dict(static_argnums=0, state_argnums=0)
-    refuses(ValueError, "the state 'w' is declared static", sharded, **declared)
-
-
 def test_unhashable_static_argument():
     train_step = sharded(lambda w, x, cfg: step(w, x), static_argnames="cfg")
     refuses(ValueError, ["'cfg' is a list", "hashed"], train_step, W, X, cfg=[1])
 
 
-def test_specs_for_the_state():
-    refuses(ValueError, "The stage decides", sharded, in_specs={"w": P("data")})
-
-
-def test_specs_for_an_unknown_argument():
-    refuses(ValueError, "in_specs names 'y'", sharded, in_specs={"y": P()})
-
-
-def test_specs_of_another_structure():
-    train_step = sharded(in_specs={"x": {"a": P(), "b": P()}})
-    refuses(ValueError, "in_specs['x'] does not fit", train_step, W, X)
-
-
-def test_specs_with_an_unknown_axis():
-    train_step = sharded(in_specs={"x": P("model")})
-    text = ["x float32[16,8]: its spec P('model',) names axis 'model'", "the data axes are ('data',)",
-            "Correct it, or drop it to split dim 0"]  # fmt: skip
-    refuses(ValueError, text, train_step, W, X)
-
-
-def test_specs_with_too_many_dims():
-    train_step = sharded(in_specs={"x": P(None, None, "data")})
-    text = ["x float32[16,8] has fewer dims than its spec", "which dims of an argument are split"]
-    refuses(ValueError, text, train_step, W, X)
-
-
 # -- meshes ----------------------------------------------------------------------------------------
-
-
-def test_mesh_is_not_a_mesh():
-    refuses(ValueError, ["mesh is an int", "jax.make_mesh"], sharded, mesh=8)
-
-
-def test_unknown_axis():
-    mesh = small.mesh(data=8)
-    found = "Axes(batch=) has ['model'], and the mesh has ('data',)"
-    refuses(ValueError, found, sharded(mesh=mesh, axis_names="model"), W, X)
 
 
 @pytest.mark.parametrize("names", [(), ("data", "data")])
@@ -406,18 +393,6 @@ def test_batch_is_not_divisible_and_every_leaf_is_named():
     refuses(ValueError, texts, sharded(fn, axis_name="data"), W, batch)
 
 
-def test_argument_is_not_an_array():
-    texts = ["x is a str: 'train'", "static_argnames"]
-    refuses(ValueError, texts, sharded(), W, "train")
-
-
-def test_state_leaf_is_not_an_array():
-    train_step = sharded(lambda s, x: (s, x.mean()))
-    state = {"w": W, "fn": jnp.tanh, "name": "mlp"}
-    texts = ["state['fn'] is a", "state['name'] is a str", "pytree_node=False"]
-    refuses(ValueError, texts, train_step, state, X)
-
-
 @pytest.mark.slow
 def test_donated_state_used_again():
     train_step = sharded()
@@ -437,32 +412,6 @@ def test_donated_state_cannot_be_placed_again():
 
 
 # -- what the step returns -------------------------------------------------------------------------
-
-
-def test_only_metrics_are_returned():
-    train_step = sharded(lambda w, x: {"loss": loss_fn(w, x)})
-    refuses(ValueError, ["returned one dict", "Return (new_state, metrics)"], train_step, W, X)
-
-
-def test_nothing_is_returned():
-    refuses(ValueError, "step_fn returned None", sharded(lambda w, x: None), W, X)
-
-
-def test_the_state_does_not_come_back():
-    train_step = sharded(lambda s, x: (loss_fn(s["w"], x), x.mean()))
-    refuses(ValueError, "Return (new_state, metrics)", train_step, {"w": W}, X)
-
-
-def test_the_states_structure_changes():
-    train_step = sharded(lambda s, x: ({"w": s["w"], "ema": s["w"]}, x.mean()))
-    texts = ["structure changes", "missing state['b']", "new state['ema']"]
-    refuses(ValueError, texts, train_step, {"w": W, "b": W}, X)
-
-
-def test_a_leafs_dtype_and_shape_change():
-    train_step = sharded(lambda s, x: {"a": s["a"].astype(jnp.bfloat16), "b": s["b"][:4]})
-    texts = ["state['a'] float32[8,8] became bfloat16[8, 8]", "state['b'] float32[8,8] became"]
-    refuses(ValueError, texts, train_step, {"a": W, "b": W}, X)
 
 
 @pytest.mark.parametrize("metric", [jnp.sum, lambda x: (x > 0).sum(), lambda x: x.mean(0)])
