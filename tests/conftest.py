@@ -132,6 +132,13 @@ def float64():
 
 
 @pytest.fixture
+def optax_promotions():
+    """optax itself relies on JAX's default promotions."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.
 

@@ -1,8 +1,32 @@
-"""Runs a function under a trace function of Python's that may interrupt it."""
+"""Functions that fail in a call, or are interrupted by a trace function of Python's."""
 
+import contextlib
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
+
+
+class Stop(BaseException):
+    """As Ctrl-C, and no error of jzero's."""
+
+
+@contextlib.contextmanager
+def failing(
+    where: Any, name: str, at: int | None = None, error: Any = Stop
+) -> Iterator[Iterator[int]]:
+    """`where.name` raises in call `at`, from 0, or in every call; gives what counts the calls."""
+    calls, call = itertools.count(), getattr(where, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        number = next(calls)
+        if at is None or number == at:
+            raise error
+        return call(*args, **kwargs)
+
+    with mock.patch.object(where, name, fails):
+        yield calls
 
 
 def interruption(

@@ -17,7 +17,7 @@ from jzero._groups import GROUPS
 from jzero._moved_options import MOVED
 
 
-def mesh(kind: AxisType | None = None, **sizes: int) -> jax.sharding.Mesh:
+def mesh(kind: AxisType | None = None, /, **sizes: int) -> jax.sharding.Mesh:
     """`mesh(data=4)`, `mesh(node=2, local=4)`: the first devices; axes are of JAX's default kind."""
     kinds = None if kind is None else (kind,) * len(sizes)
     devices = jax.devices()[: math.prod(sizes.values())]

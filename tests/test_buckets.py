@@ -24,6 +24,7 @@ from faults import Proxy, RequestFault
 from jzero.checkpoint import _bucket, _bucket_steps, _lock, _reading, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
+from test_bucket import opened
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
 
 WRITER = """
@@ -61,12 +62,6 @@ def proxy(s3, s3_endpoint, monkeypatch):
     with Proxy(s3_endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         yield proxy
-
-
-def opened(url: str) -> Bucket:
-    found = Bucket.of("test", url)
-    assert found is not None
-    return found
 
 
 def owner_in(bucket: Bucket) -> str | None:

@@ -16,7 +16,6 @@ from jzero.preflight._dispatches import ProgramMemory
 from jzero.segments import _programs
 
 BATCH = jax.ShapeDtypeStruct((params.ROWS, params.WIDTH), jnp.float32)
-AUTO = (jax.sharding.AxisType.Auto,)
 LAYERS = 6
 OFFLOAD: dict[str, dict[str, Any]] = {
     "parameters, updated on the host": {

@@ -1,9 +1,7 @@
 """State in files is updated while earlier layers compute: the same bits as if every tile had waited."""
 
 import gc
-import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import pytest
 import jzero
 import small
 import zoo
+from interrupting import Stop, failing
 from jzero.offload._early_tiles import TileRun
 from jzero.offload._nvme_step import NVMeStep
 from jzero.offload._tiled_engine import TiledEngine
@@ -189,10 +188,6 @@ def test_what_has_one_version_waits(options: Any, seen: Seen, tmp_path: Any):
     assert not seen.steps
 
 
-class Stop(BaseException):
-    """As Ctrl-C, and no error of jzero's."""
-
-
 FAULTS = {
     "a layer, when tiles are written": (Execution, "_run", 13),
     "an early tile is read": (TileFiles, "read", 3),
@@ -205,24 +200,8 @@ FAULTS = {
 }
 
 
-def fail(patch: pytest.MonkeyPatch, what: str) -> Iterator[int]:
-    """Raises at the call that a fault names; counts the calls."""
-    where, name, at = FAULTS[what]
-    calls, call = itertools.count(), getattr(where, name)
-
-    def failing(*args: Any, **options: Any) -> Any:
-        if next(calls) == at:
-            raise Stop
-        return call(*args, **options)
-
-    patch.setattr(where, name, failing)
-    return calls
-
-
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_failed_step_leaves_the_state_as_it_was(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_a_failed_step_leaves_the_state_as_it_was(what: str, tmp_path: Any):
     """And can be run again, with the bits that it has where nothing fails."""
     # What fails of an update on a wrong assumption is no failure: it is made again.
     last = SMALL if "early tile" in what else LARGE
@@ -233,10 +212,8 @@ def test_a_failed_step_leaves_the_state_as_it_was(
     for i, scale in enumerate(scales[:2]):
         state, _ = train_step(state, batch(i) * scale)
     before = zoo.to_host(state)
-    with monkeypatch.context() as patch:
-        calls = fail(patch, what)
-        with pytest.raises(Stop):
-            train_step(state, batch(2) * last)
+    with failing(*FAULTS[what]) as calls, pytest.raises(Stop):
+        train_step(state, batch(2) * last)
     assert next(calls) > FAULTS[what][2]
     assert_same_bits(zoo.to_host(state), before)
     found = zoo.to_host(train_step(state, batch(2) * last))
@@ -245,9 +222,7 @@ def test_a_failed_step_leaves_the_state_as_it_was(
 
 
 @pytest.mark.parametrize("what", ["a layer, when tiles are written", "the other tiles"])
-def test_parameters_in_pinned_memory_are_lost_by_name(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_parameters_in_pinned_memory_are_lost_by_name(what: str, tmp_path: Any):
     """They are updated in their place; the files have the old version, and the next state trains as ever."""
     tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
     expected, _ = trained(True, tx, scales, 2, tmp_path / "whole", **PINNED)
@@ -255,10 +230,8 @@ def test_parameters_in_pinned_memory_are_lost_by_name(
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i, scale in enumerate(scales[:2]):
         state, _ = train_step(state, batch(i) * scale)
-    with monkeypatch.context() as patch:
-        fail(patch, what)
-        with pytest.raises(Stop):
-            train_step(state, batch(2) * LARGE)
+    with failing(*FAULTS[what]), pytest.raises(Stop):
+        train_step(state, batch(2) * LARGE)
     assert any(x.is_deleted() for x in jax.tree.leaves(state["params"]))
     with pytest.raises(jzero.StateError, match="params"):
         train_step(state, batch(2) * LARGE)

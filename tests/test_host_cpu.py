@@ -16,7 +16,6 @@ from test_offload import SETTINGS, optimizer_names, step_names
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-optax_promotions = test_optimizers.optax_promotions
 
 # Their updates need sums over all devices.
 NEEDS_OTHER_DEVICES = {

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import optimizers
 import small
-import test_optimizers
 import zoo
 from host_updates import watched  # noqa: F401
+from interrupting import failing
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload._backends import OnHostCPU
@@ -29,7 +29,6 @@ from waiting import wait_until
 
 pytest.importorskip("llvmlite")
 
-optax_promotions = test_optimizers.optax_promotions
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 NUM_PARAMS = sum(int(np.prod(shape)) for shape in SHAPES)
 
@@ -739,18 +738,16 @@ def test_a_host_that_fails_leaves_the_state():
 
 
 @pytest.mark.slow
-def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
+def test_what_brings_parameters_to_rest_is_compiled_before():
     """At stage 1 they come as shards; who has no memory to compile that keeps the state."""
     train_step = on(4, stage=1)
     state = train_step.init(new_state, ADAMW)
-
-    def leaving(*_: Any) -> Any:
-        raise MemoryError("planted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_host_step._conversions, "leaving", leaving)
-        with pytest.raises(MemoryError, match="planted"):
-            train_step(state, BATCH)
+    planted = MemoryError("planted")
+    with (
+        failing(_host_step._conversions, "leaving", error=planted),
+        pytest.raises(MemoryError, match="planted"),
+    ):
+        train_step(state, BATCH)
     found, expected = (
         train_step(state, BATCH)[0],
         jax.jit(make_step(ADAMW))(new_state(ADAMW), BATCH),
@@ -759,17 +756,14 @@ def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupted_update_consumes_the_state(monkeypatch):
+def test_an_interrupted_update_consumes_the_state():
     train_step = on(2)
     state, _ = train_step(new_state(ADAMW), BATCH)
-
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_host_step.HostStep, "_stored", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            train_step(state, BATCH)
+    with (
+        failing(_host_step.HostStep, "_stored", error=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        train_step(state, BATCH)
     with pytest.raises(jzero.StateError, match="were already donated"):
         train_step(state, BATCH)
     train_step(new_state(ADAMW), BATCH)

@@ -26,14 +26,7 @@ from jzero.offload.kernels._machine import processor
 from jzero.offload.memory._addresses import host_empty
 from optimizers import ENTRIES
 
-pytestmark = pytest.mark.usefixtures("compiler")
-
-
-@pytest.fixture(autouse=True)
-def optax_promotions():
-    """optax itself relies on JAX's default promotions."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("compiler", "optax_promotions")
 
 
 def host(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,10 @@ from jzero.offload.kernels._host_update import HostUpdate
 from optimizers import ENTRIES
 
 # Some of optax's optimizers are deprecated, some call what is.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.usefixtures("optax_promotions"),
+]
 
 NUM_STEPS = 3
 # Each step starts from the same state. XLA fuses a product into the sum that follows it and rounds once where
@@ -51,13 +53,6 @@ BY_XLA: dict[str, set[str]] = {
     "sam(opaque)": {"dot_general"},
     "split_real_and_imaginary": {"imag", "real"},
 }
-
-
-@pytest.fixture(autouse=True)
-def optax_promotions():
-    """optax itself relies on JAX's default promotions."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.slow(but=[30, 35, 45, 111])

@@ -16,7 +16,9 @@ from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import KernelLoops
 from jzero.offload.kernels._xla_loops import XlaLoops
 from optimizers import ENTRIES
-from test_host_update_optimizers import IN_BFLOAT16, optax_promotions  # noqa: F401
+from test_host_update_optimizers import IN_BFLOAT16
+
+pytestmark = pytest.mark.usefixtures("optax_promotions")
 
 NUM_STEPS = 3
 # Functions of the C library for kernels, of its own for XLA.

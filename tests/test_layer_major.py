@@ -278,7 +278,7 @@ def compiled_in(train_step, state):
     """Elements that the programs of a step gather and reduce, as compiled, each as often as it runs."""
     found = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
     for part, times in dispatches.started_by(train_step, state, 4).parts.items():
-        text = part.lower(dispatches.mesh_of(4)).compile().as_text()
+        text = part.lower(small.auto_mesh(data=4)).compile().as_text()
         for op in found:
             sizes = programs.compiled_elements(text, op)
             found[op] += times * sum(size for size in sizes if size > 1)

@@ -29,7 +29,6 @@ from test_offload import BATCH, SETTINGS, TX, make_step, new_state, optimizer_na
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-optax_promotions = test_optimizers.optax_promotions
 
 HOST_BYTES = 2**16  # tiles of 4 KiB
 NOT_ELEMENTWISE = NEEDS_OTHER_DEVICES | {"split_real_and_imaginary"}

@@ -14,6 +14,7 @@ import pytest
 
 import jzero
 import small
+from interrupting import Stop, failing
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.memory import _filling
 from jzero.offload.nvme._aligned import pages
@@ -39,43 +40,27 @@ def end_of_process() -> None:
 # -- failures --------------------------------------------------------------------------------------
 
 
-class Stop(BaseException):
-    """As Ctrl-C, and no error of jzero's."""
-
-
 FAULTS = {
-    "the first tile is read": (TileFiles, "read", 1),
-    "a tile is read": (TileFiles, "read", 5),
-    "a tile is written": (TileFiles, "write", 3),
-    "a tile is updated": (TiledUpdate, "update_tile", 4),
-    "XLA's part": (TiledUpdate, "prepare_tiles", 1),
-    "outputs": (TiledUpdate, "begin", 1),
-    "the commit": (TileFiles, "commit", 1),
+    "the first tile is read": (TileFiles, "read", 0),
+    "a tile is read": (TileFiles, "read", 4),
+    "a tile is written": (TileFiles, "write", 2),
+    "a tile is updated": (TiledUpdate, "update_tile", 3),
+    "XLA's part": (TiledUpdate, "prepare_tiles", 0),
+    "outputs": (TiledUpdate, "begin", 0),
+    "the commit": (TileFiles, "commit", 0),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_failed_step_leaves_the_state_as_it_was(
-    what: str, stage: int, tmp_path: Path, monkeypatch
-):
-    where, name, at = FAULTS[what]
+def test_a_failed_step_leaves_the_state_as_it_was(what: str, stage: int, tmp_path: Path):
     train_step = on(2, tmp_path, stage=stage)
     first, second, third = batches(3)
     state, _ = train_step(train_step.shard(new_state(), BATCH), first)
-    before, calls, old = to_host(state), [0], getattr(where, name)
-
-    def failing(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == at:
-            raise Stop
-        return old(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(where, name, failing)
-        with pytest.raises(Stop):
-            train_step(state, second)
+    before = to_host(state)
+    with failing(*FAULTS[what]), pytest.raises(Stop):
+        train_step(state, second)
     small.assert_same(state, before)
     state, _ = train_step(state, second)
     state, _ = train_step(state, third)
@@ -86,22 +71,11 @@ def test_a_failed_step_leaves_the_state_as_it_was(
 
 
 @pytest.mark.parametrize("what", ["a tile is written", "the commit"])
-def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path, monkeypatch):
-    where, name, at = FAULTS[what]
+def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path):
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, in_place=True))
     state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
-    calls, old = [0], getattr(where, name)
-
-    def failing(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == at:
-            raise Stop
-        return old(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(where, name, failing)
-        with pytest.raises(Stop):
-            train_step(state, BATCH)
+    with failing(*FAULTS[what]), pytest.raises(Stop):
+        train_step(state, BATCH)
     lost = r"failed while it was written over the step before(.|\n)*Restore the last checkpoint"
     with pytest.raises(jzero.StateError, match=lost):
         train_step(state, BATCH)
@@ -110,27 +84,17 @@ def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Path, monkeypatch):
+def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Path):
     """They are updated in their place, and would be half new."""
     train_step = on(2, tmp_path, offload_params=jzero.PinnedHost(device_bytes=2**16))
     state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
-    old = TileFiles.write
-
-    def failing(*args: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TiledUpdate, "prepare_tiles", failing)
-        with pytest.raises(Stop):
-            train_step(state, BATCH)
+    with failing(TiledUpdate, "prepare_tiles"), pytest.raises(Stop):
+        train_step(state, BATCH)
     expected = to_host(state)  # Nothing was overwritten.
-    with monkeypatch.context() as patched:
-        patched.setattr(TileFiles, "write", failing)
-        with pytest.raises(Stop):
-            train_step(state, BATCH)
+    with failing(TileFiles, "write"), pytest.raises(Stop):
+        train_step(state, BATCH)
     with pytest.raises(jzero.StateError, match="leaves were already donated"):
         train_step(state, BATCH)
-    assert TileFiles.write is old
     state, _ = train_step(train_step.shard(expected, BATCH), BATCH)
 
 
@@ -215,17 +179,11 @@ def test_files_with_which_another_run_goes_on_are_not_taken(tmp_path: Path):
         train_step.shard(new_state(), BATCH)
 
 
-def test_a_failed_placement_leaves_no_files(tmp_path: Path, monkeypatch):
+def test_a_failed_placement_leaves_no_files(tmp_path: Path):
     train_step = on(2, tmp_path)
     train_step.plan(new_state(), BATCH)
-
-    def failing(*args: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TileFiles, "commit", failing)
-        with pytest.raises(Stop):
-            train_step.shard(new_state(), BATCH)
+    with failing(TileFiles, "commit"), pytest.raises(Stop):
+        train_step.shard(new_state(), BATCH)
     assert not list(tmp_path.rglob("*.tiles"))
     train_step.shard(new_state(), BATCH)
 
@@ -271,12 +229,7 @@ def test_a_second_try_in_the_same_process_resumes_again(
     _, after = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
     given = restored(tmp_path, train_step)
-
-    def failing(*args: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TileFiles, "commit", failing)
+    with failing(TileFiles, "commit"):
         with pytest.raises(Stop) as kept:
             train_step(given, BATCH)
         # The exception has the state that failed; so there is nothing that a second one could go on with.
@@ -314,12 +267,7 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-
-    def failing(*args: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TileFiles, "commit", failing)
+    with failing(TileFiles, "commit"), monkeypatch.context() as patched:
         patched.setattr(_filling, "_remove", lambda folder: None)
         with pytest.raises(Stop):
             train_step.shard(new_state(), BATCH)

@@ -18,13 +18,14 @@ import jzero
 import small
 import test_cli
 import zoo
+from interrupting import Stop, failing
 from jzero.offload._gradient_writes import PARTS, GradientWrites
 from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._gradients import WaitingGradients
 from small import grouped
 from test_nvme import in_files
 from test_nvme_params import on
-from test_nvme_params_faults import Stop, threads_at_work
+from test_nvme_params_faults import threads_at_work
 from test_offload_params import CLIPPED, batch, make_step, new_state, one_device
 
 pytest.importorskip("llvmlite")
@@ -216,28 +217,19 @@ def goes_on(train_step: Any, state: Any, before: Any) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_disk_that_fills_or_fails_is_told_with_the_gradient(
-    in_place: bool, tmp_path: Path, monkeypatch: Any
-):
+def test_a_disk_that_fills_or_fails_is_told_with_the_gradient(in_place: bool, tmp_path: Path):
     """Nothing of the state was touched, with one slot neither."""
     train_step, state = trained(tmp_path, in_place=in_place)
-    before, old, calls = jax.tree.map(np.array, state), os.pwrite, [0]
-    for error, at in ((errno.ENOSPC, 4), (errno.EIO, 9)):
-        calls[0] = 0
-
-        def writing(*args: Any, error: int = error, at: int = at) -> int:
-            calls[0] += 1
-            if calls[0] == at:
-                raise OSError(error, os.strerror(error))
-            return old(*args)
-
+    before = jax.tree.map(np.array, state)
+    for error, at in ((errno.ENOSPC, 3), (errno.EIO, 8)):
         told = (
             rf"writing gradient \d+, of .*, in tile \d+, byte \d+ of .*failed: {os.strerror(error)}"
         )
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "pwrite", writing)
-            with pytest.raises(jzero.StateError, match=told):
-                train_step(state, batch(1))
+        with (
+            failing(os, "pwrite", at, OSError(error, os.strerror(error))),
+            pytest.raises(jzero.StateError, match=told),
+        ):
+            train_step(state, batch(1))
     goes_on(train_step, state, before)
 
 
@@ -262,24 +254,16 @@ def test_a_flipped_bit_of_a_gradient_is_found(tmp_path: Path, monkeypatch: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [1, 6, -1])
-def test_a_write_that_is_interrupted_in_a_thread(at: int, tmp_path: Path, monkeypatch: Any):
+@pytest.mark.parametrize("at", [0, 5, -1])
+def test_a_write_that_is_interrupted_in_a_thread(at: int, tmp_path: Path):
     train_step, state = trained(tmp_path)
-    before, calls, old = jax.tree.map(np.array, state), [0], WaitingGradients.write
-
-    def writing(*args: Any) -> None:
-        calls[0] += 1
-        if calls[0] == at:
-            raise Stop
-        old(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(WaitingGradients, "write", writing)
-        if at < 0:
+    before = jax.tree.map(np.array, state)
+    if at < 0:
+        with failing(WaitingGradients, "write", at) as calls:
             train_step(train_step.shard(before, batch(0)), batch(1))
-            calls[0], at = 0, calls[0]
-        with pytest.raises(Stop):
-            train_step(state, batch(1))
+        at += next(calls)
+    with failing(WaitingGradients, "write", at), pytest.raises(Stop):
+        train_step(state, batch(1))
     goes_on(train_step, state, before)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import jzero
 import small
+from interrupting import Stop, failing
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.nvme._job_threads import NO_BUFFER, JobThreads
 from test_nvme_params import on
@@ -64,32 +65,19 @@ def threads_at_work() -> list[str]:
     return found
 
 
-class Stop(BaseException):
-    """As Ctrl-C, and no error of jzero's."""
-
-
 # Of a step: the first read, one in the forward pass, one in the backward pass, the last.
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 5, 11, -1])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monkeypatch: Any):
+def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path):
     train_step, state = trained(tmp_path, scan=scan)
-    before, calls, old = jax.tree.map(np.array, state), [0], FileStorage.read_range
-
-    def reading(*args: Any) -> None:
-        calls[0] += 1
-        if calls[0] - 1 == at:
-            raise Stop
-        old(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FileStorage, "read_range", reading)
-        if at < 0:
-            again = train_step.shard(before, batch(0))
-            train_step(again, batch(1))
-            calls[0], at = 0, calls[0] - 1
-        with pytest.raises(Stop):
-            train_step(state, batch(1))
+    before = jax.tree.map(np.array, state)
+    if at < 0:
+        with failing(FileStorage, "read_range", at) as calls:
+            train_step(train_step.shard(before, batch(0)), batch(1))
+        at += next(calls)
+    with failing(FileStorage, "read_range", at), pytest.raises(Stop):
+        train_step(state, batch(1))
     assert not threads_at_work()
     small.assert_same(state, before)
     expected, _ = train_step(train_step.shard(before, batch(0)), batch(1))

@@ -23,7 +23,6 @@ from jzero.sharding.analysis import _traffic
 from optimizers import ENTRIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-optax_promotions = test_optimizers.optax_promotions
 
 # Their state is a few scalars, if anything.
 NOTHING_TO_OFFLOAD = {

@@ -42,7 +42,7 @@ def floats(num, what=HANDED_ON):
 
 def schedule_of(scan=True, tx=params.CLIPPED, **options):
     train_step = small.shard_train_step(params.make_step(scan, tx), **options)
-    mesh = test_dispatches.mesh_of(8).abstract_mesh
+    mesh = small.auto_mesh(data=8).abstract_mesh
     state = jax.eval_shape(lambda: params.new_state(scan, LAYERS, tx))
     return train_step.on_mesh(mesh).describe(state, test_dispatches.BATCH).schedule
 

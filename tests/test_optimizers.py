@@ -14,7 +14,10 @@ import small
 from optimizers import ENTRIES, NOT_TRANSFORMATIONS, Entry
 
 # Some of optax's optimizers are deprecated, some call what is.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.usefixtures("optax_promotions"),
+]
 
 NUM_DEVICES = 8
 # Each element to 2e-5 of itself or 2e-6 of its leaf's largest. float32 resolves 1.2e-7; a mean over
@@ -51,13 +54,6 @@ CASES = [
     for name in ENTRIES
     for stage in ((0, 1, 2, 3) if name in ALL_STAGES else (1, 3))
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def optax_promotions():
-    """optax itself relies on JAX's default promotions."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.slow(but=["scale_by_zoom_linesearch-3"])

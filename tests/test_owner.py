@@ -19,18 +19,13 @@ import small
 from jzero.testing import Tolerance, assert_same_training
 from small import grouped
 
+pytestmark = pytest.mark.usefixtures("optax_promotions")
+
 Params = dict[str, Any]
 Optimizer = Callable[[Params], optax.GradientTransformation]
 # Newton-Schulz and inverse roots amplify what sums in another order change.
 ROUNDED = Tolerance(rtol=2e-4, leaf_rtol=2e-4)
 COARSE = Tolerance(rtol=5e-2, leaf_rtol=3e-2)  # bfloat16
-
-
-@pytest.fixture(autouse=True)
-def optax_promotions():
-    """optax itself relies on JAX's default promotions."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:

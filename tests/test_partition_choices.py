@@ -18,10 +18,6 @@ def _double():
         yield
 
 
-def moved(found):
-    return [(m.kind, m.axes, m.nbytes) for m in found.moves]
-
-
 @pytest.mark.slow
 def test_a_sum_over_two_axes_is_one():
     """Over each of two axes it costs as much as to gather what is summed; together it costs less."""

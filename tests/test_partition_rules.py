@@ -97,11 +97,6 @@ def gradient(fn: Callable[..., Any], argnum: int) -> Callable[..., Any]:
     return jax.grad(lambda *xs: jnp.sum(jnp.sin(fn(*xs))), argnum)
 
 
-def per_example(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of each row of the first argument, and of the whole second one."""
-    return jax.vmap(fn, (0, None))
-
-
 def pool(x: Any, init: float, op: Any) -> Any:
     return lax.reduce_window(x, init, op, (1, 2, 1), (1, 2, 1), "SAME")
 

@@ -343,11 +343,6 @@ def test_the_names_of_passes_are_listed():
         train_step.program(state_of(16), batches()[0], after="prefetches")
 
 
-def pmapped(state, batch):
-    grads = jax.grad(loss_of)(state, batch)
-    return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
-
-
 @pytest.mark.slow
 def test_of_a_step_with_offload_the_gradients_are_printed():
     train_step = small.shard_train_step(step_fn, mesh=small.mesh(data=8), memory=jzero.PinnedHost())

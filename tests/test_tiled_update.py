@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,14 +21,7 @@ from test_host_update import adamw, bfloat16, host
 SIZES = [size for size in ALL_SIZES if size != 1]  # A leaf of one element stays on the devices.
 
 
-pytestmark = pytest.mark.usefixtures("compiler")
-
-
-@pytest.fixture(autouse=True)
-def optax_promotions():
-    """optax itself relies on JAX's default promotions."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("compiler", "optax_promotions")
 
 
 def by_tiles(engine: TiledUpdate, states: Any, inputs: Any, outputs: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 import jzero
 import small
 import zoo
+from interrupting import failing
 from jzero.offload.memory import _pinned_leaf
 from jzero.offload.memory._pinned_leaf import is_pinned, pinned_zeros, renewed, view
 from jzero.sharding.plan._layout import Shard
@@ -175,14 +176,12 @@ def test_zeros_are_donated_where_they_are(dtype):
         assert addresses(new) == before
 
 
-def test_when_a_copy_fails_what_is_lost_says_so(leaves, monkeypatch):
-    held = np.asarray(leaves[1].addressable_shards[2].data)
-
-    def no_room(x: jax.Array) -> jax.Array:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(_pinned_leaf, "_copied", no_room)
-    with pytest.raises(MemoryError, match="no room"):
+def test_when_a_copy_fails_what_is_lost_says_so(leaves):
+    held, no_room = np.asarray(leaves[1].addressable_shards[2].data), MemoryError("no room")
+    with (
+        failing(_pinned_leaf, "_copied", error=no_room),
+        pytest.raises(MemoryError, match="no room"),
+    ):
         renewed(leaves, [0, 1], PLANS)
     assert [x.is_deleted() for x in leaves] == [True, True, False]
     np.testing.assert_array_equal(held, 1 + np.arange(32, 48))

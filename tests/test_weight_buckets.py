@@ -14,6 +14,7 @@ from jzero.checkpoint import _seal, _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from jzero.weights import _publish
+from test_bucket import opened
 
 OLD, NEW = 1.0, 2.0
 PARTS = "100B"  # of one tensor each
@@ -26,12 +27,6 @@ def checkpoints(tmp_path_factory) -> dict[float, pathlib.Path]:
         params = {name: np.full((25, 1), value, np.float32) for name in "abc"}
         ocp.PyTreeCheckpointer().save(path / str(value), {"params": params})
     return {value: path / str(value) for value in (OLD, NEW)}
-
-
-def opened(url: str) -> Bucket:
-    found = Bucket.of("test", url)
-    assert found is not None
-    return found
 
 
 def exported(url: str, folder: pathlib.Path) -> tuple[float | None, float | None]:

@@ -1,6 +1,5 @@
 """Steps with collectives of their own, what they train, and what they move."""
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -176,16 +175,6 @@ def reference(step, num):
         state, metrics = run(state, x)
         seen.append(metrics)
     return state, seen
-
-
-def moved(run, state) -> tuple[Counter[str], Counter[str]]:
-    """Bytes over each axis, and how many collectives."""
-    nbytes, nums = Counter[str](), Counter[str]()
-    for each in run.describe(state, batches()[0]).traffic:
-        nums["collectives"] += each.times
-        for axis in each.axes:
-            nbytes[axis] += each.nbytes
-    return nbytes, nums
 
 
 @pytest.mark.slow(but=["4-loops", "4-alike", "4-looks_up"])
