@@ -5,12 +5,11 @@ import math
 from collections import Counter, defaultdict
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import P, lax
+from jax import P
 
 import partitioned
 import programs
@@ -24,9 +23,11 @@ from jzero.ir._layout import (
     permutation,
     replicated,
 )
+from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import Topology, find_target
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Var
 from layout_blocks import held_by, positions, received, swapped
 
 MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"b": 2, "a": 3}, {"a": 8, "one": 1})
@@ -256,108 +257,21 @@ def test_a_layout_prints_as_a_short_text(layout, text):
 
 
 # -- conversions ------------------------------------------------------------------------------------
-def split_at(x, dim, outer, n):
-    """`[..., outer, n, rest, ...]` of a dim."""
-    return x.reshape(*x.shape[:dim], outer, n, -1, *x.shape[dim + 1 :])
+def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Var, DeviceMove]):
+    """`convert` as a function of what each device holds, its places on the mesh in front."""
+    like = jax.make_jaxpr(lambda x: x + 1)(np.zeros(source.local_shape, np.float32)).jaxpr
+    writer = DeviceWriter(like.eqns[0], mesh, moves)
+    out = writer.convert(like.invars[0], source, target)
+    jaxpr = writer.close(like, like.invars, [out])
 
-
-def blocks_of(layout, axis, among):
-    """How many blocks stand before an axis's cut in what a device of another layout holds."""
-    dim, outer = layout.place(axis)
-    return dim, among.local_outer(dim, outer)
-
-
-def joined(y, layout, axes, after):
-    """`y[source]` of all devices, where `layout` has the axes."""
-    dim, outer = blocks_of(layout, axes[0], after)
-    y = y.reshape(y.shape[0], *y.shape[1 : dim + 1], outer, -1, *y.shape[dim + 2 :])
-    return jnp.moveaxis(y, 0, dim + 1).reshape(after.local_shape)
-
-
-def run(step, x):
-    before, after, axes = step.before, step.after, step.axes
-    n = before.num(axes)
-    if step.kind == "gather":
-        return joined(lax.all_gather(x, axes), before, axes, after)
-    if step.kind == "permute":
-        return lax.ppermute(x, axes, permutation(step))
-    if step.kind == "reduce":
-        op = {p.op for p in before.partial if p.axis in axes}.pop()
-        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axes)
-    if step.kind == "mask":
-        (op,) = {p.op for p in after.partial if p.axis in axes}
-        return jnp.where(lax.axis_index(axes) == 0, x, 0) if op == "sum" else x
-    if step.kind in ("pad", "unpad"):
-        return padded(step, x)
-    dim, outer = blocks_of(after, axes[0], before)
-    parts = split_at(x, dim, outer, n)
-    if step.kind == "slice":
-        return parts.take(lax.axis_index(axes), dim + 1).reshape(after.local_shape)
-    if step.kind == "scatter":
-        y = lax.psum_scatter(jnp.moveaxis(parts, dim + 1, 0), axes)
-        return y.reshape(after.local_shape)
-    assert step.kind == "exchange"
-    y = lax.all_to_all(jnp.moveaxis(parts, dim + 1, 0), axes, 0, 0)
-    shape = [n, *before.local_shape]
-    shape[dim + 1] //= n
-    return joined(y.reshape(shape), before, axes, after)
-
-
-def padded(step, x):
-    (d,) = (
-        d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b
-    )
-    dim = (step.after if step.kind == "pad" else step.before).dims[d]
-    local = step.before.local_outer(d, dim.pad.outer)
-    parts = x.reshape(*x.shape[:d], local, -1, *x.shape[d + 1 :])
-    if step.kind == "unpad":
-        y = lax.slice_in_dim(parts, 0, dim.pad.true, axis=d + 1)
-    else:
-        more = [(0, 0)] * parts.ndim
-        more[d + 1] = (0, dim.size // dim.pad.outer - dim.pad.true)
-        y = jnp.pad(parts, more, constant_values=GARBAGE)
-    return y.reshape(step.after.local_shape)
-
-
-def program(steps, mesh):
     def on_device(x):
-        x = x.reshape(x.shape[len(mesh) :])
-        for step in steps:
-            assert x.shape == step.before.local_shape
-            x = run(step, x)
-        return x.reshape(*[1] * len(mesh), *x.shape)
+        (y,) = _jaxpr.evaluate(jaxpr, writer.consts, x.reshape(x.shape[len(mesh) :]))
+        return y.reshape(*[1] * len(mesh), *y.shape)
 
     where = small.auto_mesh(**mesh)
     return jax.jit(
         jax.shard_map(on_device, mesh=where, in_specs=P(*mesh), out_specs=P(*mesh), check_vma=False)
     )
-
-
-KINDS = {
-    "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "exchange", "ppermute": "permute",
-    "psum": "reduce", "pmax": "reduce", "pmin": "reduce",
-}  # fmt: skip
-
-
-def collectives(jaxpr, sizes):
-    """Kinds, and the bytes that reach a device, of a traced program."""
-    found: Counter[str] = Counter()
-    nbytes = 0.0
-    for eqn in jaxpr.eqns:
-        if kind := KINDS.get(eqn.primitive.name):
-            axes = eqn.params.get("axes") or eqn.params["axis_name"]
-            n = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
-            large = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
-            if kind == "permute":
-                moved = large
-            else:
-                moved = (2 if kind == "reduce" else 1) * large * (n - 1) / n
-            found[kind] += 1
-            nbytes += moved
-        for inner in _jaxpr.inner_jaxprs(eqn):
-            more, moved = collectives(_jaxpr.open_jaxpr(inner)[0], sizes)
-            found, nbytes = found + more, nbytes + moved
-    return found, nbytes
 
 
 COMPILED = {
@@ -367,14 +281,14 @@ COMPILED = {
 
 
 def check_run(mesh, source, target, compiled=False):
-    steps = conversion(source, target, 4)
+    steps, moves = conversion(source, target, 4), dict[Var, DeviceMove]()
     value = value_of(source.shape)
-    blocks = terms_of(source, value, mesh)
-    run_on_devices = program(steps, mesh)
-    stacked = np.stack(blocks).reshape(*mesh.values(), *source.local_shape)
-    counted, nbytes = collectives(run_on_devices.trace(stacked).jaxpr.jaxpr, mesh)
-    assert counted == Counter(step.kind for step in steps if step.kind not in LOCAL)
-    assert math.isclose(sum(received(steps).values()), nbytes, abs_tol=len(mesh) * len(steps))
+    run_on_devices = program(source, target, mesh, moves)
+    stacked = np.stack(terms_of(source, value, mesh))
+    stacked = stacked.reshape(*mesh.values(), *source.local_shape)
+    moving = [s for s in steps if s.kind not in LOCAL]
+    assert [(m.kind, m.axes) for m in moves.values()] == [(s.kind, s.axes) for s in moving]
+    assert sum(m.nbytes for m in moves.values()) == sum(received(moving).values())
     if compiled:
         text = run_on_devices.lower(stacked).compile().as_text()
         made: Counter[str] = Counter()
@@ -463,6 +377,22 @@ def test_a_conversion_costs_what_it_should(source, target, steps, nbytes):
     assert " ".join(f"{s.kind}({','.join(s.axes)})" for s in found) == steps
     assert received(found) == nbytes
     check_run(MESH, source, target, compiled=True)
+
+
+EIGHT = {"data": 8}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target"),
+    [
+        # Dealt out to contiguous, both ways, within one dim.
+        (EIGHT, lay((64, 3), (0, "data", 2), mesh=EIGHT), lay((64, 3), (0, "data", 8), mesh=EIGHT)),
+        (EIGHT, lay((64, 3), (0, "data", 8), mesh=EIGHT), lay((64, 3), (0, "data"), mesh=EIGHT)),
+        (MESH, lay((16, 8), (0, "data", 2)), lay((16, 8), (1, "data", 2))),
+    ],
+)
+def test_exchanges_run_on_devices(mesh, source, target):
+    check_run(mesh, source, target)
 
 
 ABC = {"a": 2, "b": 2, "c": 2}
