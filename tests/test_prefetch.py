@@ -45,51 +45,26 @@ def stacked_step(params, x, *, remat=False, reverse=False):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, "means": means}
 
 
-def mesh_of(*sizes):
-    num = 1
-    for size in sizes:
-        num *= size
-    names, auto = ("node", "local")[-len(sizes) :], jax.sharding.AxisType.Auto
-    return jax.make_mesh(sizes, names, (auto,) * len(sizes), devices=jax.devices()[:num])
-
-
 def assert_close(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "num_layers"), [((8,), 1), ((8,), 2), ((8,), 5), ((2, 2), 3)])
+@pytest.mark.parametrize(
+    ("axes", "num_layers"),
+    [({"data": 8}, 1), ({"data": 8}, 2), ({"data": 8}, 5), ({"node": 2, "local": 2}, 3)],
+)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
-def test_loops_of_any_length_train_as_on_one_device(num_layers, reverse, remat, sizes):
+def test_loops_of_any_length_train_as_on_one_device(num_layers, reverse, remat, axes):
     step = functools.partial(stacked_step, remat=remat, reverse=reverse)
     state, x = stacked_state(num_layers), jax.random.normal(jax.random.key(1), (16, 16))
     expected = jax.jit(step)(state, x)
     # The second prefetches `scale` and `up`, not `down`.
     for prefetch_bytes in (NOTHING, 4 * (16 + 512), EVERYTHING):
         train_step = small.shard_train_step(
-            step, mesh=mesh_of(*sizes), comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
-        )
-        assert_close(train_step(train_step.shard(state, x), x), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 2}, {"accumulate": 2, "reduce": "once"}, {"accumulate": 4},
-        {"gather": "keep"}, {"accumulate": 2, "gather": "once_per_step"},
-        {"param_axes": "local"}, {"param_axes": "local", "optimizer_axes": "local"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_other_options_stay_right(options):
-    state, x = stacked_state(3), jax.random.normal(jax.random.key(1), (16, 16))
-    expected = jax.jit(stacked_step)(state, x)
-    for prefetch_bytes in (NOTHING, EVERYTHING):
-        train_step = small.shard_train_step(
-            stacked_step, mesh=mesh_of(2, 2), prefetch_bytes=prefetch_bytes, **options
+            step, mesh=small.auto_mesh(**axes), comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
         )
         assert_close(train_step(train_step.shard(state, x), x), expected)
 
@@ -120,7 +95,9 @@ def test_keys_and_side_effects_inside_a_loop():
     for prefetch_bytes in (NOTHING, EVERYTHING):
         CALLS.clear()
         train_step = small.shard_train_step(
-            dropout_step, mesh=mesh_of(4), comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
+            dropout_step,
+            mesh=small.auto_mesh(data=4),
+            comm=jzero.Comm(prefetch_bytes=prefetch_bytes),
         )
         results.append(
             train_step(train_step.shard(state, x, jax.random.key(2)), x, jax.random.key(2))
@@ -135,7 +112,7 @@ def test_keys_and_side_effects_inside_a_loop():
 
 def sharded_jaxpr(model, prefetch_bytes, **options):
     train_step = small.shard_train_step(
-        programs.train_step, mesh=mesh_of(8), prefetch_bytes=prefetch_bytes, **options
+        programs.train_step, mesh=small.auto_mesh(data=8), prefetch_bytes=prefetch_bytes, **options
     )
     state = programs.abstract_state(model, optax.sgd(1e-3))
     jaxpr = jax.make_jaxpr(train_step)(state, programs.tokens())
@@ -164,42 +141,6 @@ def carried_bytes(scan):
     body = _jaxpr.scan_parts(scan).body
     outs = {v for e in body.eqns if is_gather(e) for v in e.outvars}
     return sum(v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("prefetch_bytes", [NOTHING, KERNEL, EVERYTHING])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_elements_moved_stay_the_same(remat, prefetch_bytes, accumulate):
-    model = programs.Model(depth=5, remat=remat)
-    train_step = small.shard_train_step(
-        programs.train_step, microbatches=accumulate, comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
-    )
-    state = programs.abstract_state(model)
-    report, psi = train_step.describe(state, programs.tokens()), programs.num_params(state)
-    assert report.elements("all-gather") == 2 * psi * accumulate
-    assert report.elements("reduce-scatter") == psi * accumulate
-    assert all(c.times % accumulate == 0 for c in report.traffic if c.op == "all-gather")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(
-    ("prefetch_bytes", "carried"),
-    [(NOTHING, []), (KERNEL, [KERNEL] * 2), (2 * KERNEL, [2 * KERNEL] * 2)],
-)
-def test_a_loop_carries_what_fits(remat, prefetch_bytes, carried):
-    """Each layer has two kernels; the forward and the backward loop carry as many as fit."""
-    model = programs.Model(depth=5, remat=remat)
-    assert carried_gathers(sharded_jaxpr(model, prefetch_bytes)) == carried
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_loop_carries_what_its_first_product_needs(remat):
-    """Of any size; without remat the first of the backward loop needs no parameter: it is a gradient's."""
-    model = programs.Model(depth=5, remat=remat)
-    assert carried_gathers(sharded_jaxpr(model, 1)) == [KERNEL] * (2 if remat else 1)
 
 
 @pytest.mark.slow
@@ -244,47 +185,9 @@ def test_a_loop_that_is_unrolled_is_left_alone():
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
 
-    train_step = small.shard_train_step(step, mesh=mesh_of(8))
+    train_step = small.shard_train_step(step, mesh=small.auto_mesh(data=8))
     jaxpr = jax.make_jaxpr(train_step)(stacked_state(4), jnp.ones((16, 16)))
     assert carried_gathers(_jaxpr.open_jaxpr(jaxpr)[0]) == []
-
-
-def products_waited_for(jaxpr):
-    """For each gather of a kernel in order: how many products its shard waits for, transitively."""
-    waits = []
-    for scope in {id(j): j for j, _ in walk(jaxpr)}.values():
-        before: dict = {}  # variable -> the products behind it
-        for eqn in scope.eqns:
-            behind = set().union(
-                *(before.get(a, set()) for a in eqn.invars if not _jaxpr.is_literal(a))
-            )
-            if is_gather(eqn) and eqn.outvars[0].aval.size * 4 == KERNEL:
-                waits.append(len(behind))
-            if eqn.primitive.name == "dot_general":
-                behind = behind | {id(eqn)}
-            before |= dict.fromkeys(eqn.outvars, behind)
-    return waits
-
-
-@pytest.mark.slow
-def test_gathers_of_an_unrolled_model_wait_for_compute():
-    """Three layers of two kernels: a gather waits for the products before those that are ahead."""
-    model = programs.Model(scan=False)
-    forward = {
-        NOTHING: [0, 1, 2, 3, 4, 5],
-        1: [0, 0, 1, 2, 3, 4],  # a product to hide behind, however small the bound
-        2 * KERNEL: [0, 0, 1, 2, 3, 4],
-        3 * KERNEL: [0, 0, 0, 1, 2, 3],
-        EVERYTHING: [0] * 6,
-    }
-    for prefetch_bytes, expected in forward.items():
-        found = products_waited_for(sharded_jaxpr(model, prefetch_bytes))
-        assert found[:6] == expected, prefetch_bytes
-        # Those of the backward pass wait for the forward pass, and one after the other too.
-        assert len(found) == 12
-        assert min(found[6:]) >= 6
-        assert found[6:] == sorted(found[6:])
-        assert (len(set(found[6:])) == 1) == (prefetch_bytes == EVERYTHING)
 
 
 @pytest.mark.slow

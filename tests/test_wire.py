@@ -77,7 +77,7 @@ def dims_of(train_step, params, tokens):
     return dims | {"w": dims["w"] - 1}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=[0])
 @pytest.mark.parametrize("num", [2, 3, 8])
 @pytest.mark.parametrize("codes", [INT8, INT4], ids=str)
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def in_hops(grads, dim, node, local, hops):
     return jnp.moveaxis(x, (0, 1), (dim, dim + 1)).reshape(shape)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=[0])
 @pytest.mark.parametrize("node", [1, 2, 3])
 @pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", size=32, rotate=True)], ids=str)
 @pytest.mark.parametrize(
