@@ -17,7 +17,7 @@ def unmark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Takes the marker from the cases that run by default, and from all tests that are named.
 
     Raises:
-      pytest.UsageError: it names none of a test's cases.
+      pytest.UsageError: it names what is no case of a test.
     """
     if all("::" in argument for argument in config.args):
         for item in items:
@@ -39,10 +39,9 @@ def _by_default(
         others = [x for x in cases if sum(m.name == "slow" for m in x.own_markers) == 1]
         return [others[i * len(others) // but] for i in range(min(but, len(others)))]
     names = [x.name.partition("[")[2].removesuffix("]") for x in cases]
-    chosen = [x for i, x in enumerate(cases) if i in but or names[i] in but]
-    if not chosen:
-        raise pytest.UsageError(f"slow(but={but}) names none of the cases of {cases[0].nodeid}")
-    return chosen
+    if others := set(but) - {*names, *range(len(cases))}:
+        raise pytest.UsageError(f"slow(but={but}) names no cases of {cases[0].nodeid}: {others}")
+    return [x for i, x in enumerate(cases) if i in but or names[i] in but]
 
 
 def keep_share(config: pytest.Config, items: list[pytest.Item], share: str) -> None:

@@ -65,7 +65,7 @@ def sampled_step(seed):
     return found
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", zoo.CORE)
 def test_facts_of_the_zoo(name):
     found = zoo_step(name)
@@ -74,7 +74,7 @@ def test_facts_of_the_zoo(name):
         assert_same(*each)
 
 
-@pytest.mark.slow(but=18)
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("seed", SAMPLED)
 def test_facts_of_sampled_steps(seed):
     for each in sampled_step(seed):

@@ -71,12 +71,13 @@ def covering_settings():
         setting = {name: rng.choice(values) for name, values in FACTORS.items()}
         if is_valid(setting):
             pool.append(setting)
-    pairs = list(map(pairs_of, pool))
-    missing = set().union(*pairs)
-    found = []
+    # A bit for each pair: every worker does this when it collects tests.
+    bits: dict[Any, int] = {}
+    pairs = [sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(x)) for x in pool]
+    missing, found = (1 << len(bits)) - 1, []
     while missing:
-        best = max(range(len(pool)), key=lambda i: len(pairs[i] & missing))
-        missing -= pairs[best]
+        best = max(range(len(pool)), key=lambda i: (pairs[i] & missing).bit_count())
+        missing &= ~pairs[best]
         found.append(pool[best])
     return found
 

@@ -66,8 +66,8 @@ def test_slow_tests_but_for_the_cases_that_are_named(folder):
 
 
 def test_a_marker_that_names_no_case_is_an_error(folder):
-    (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', '["1-c"]'))
-    assert "names none of the cases" in collected(folder)[1]
+    (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', '["1-a", "1-c"]'))
+    assert "names no cases of test_it.py::test_some[1-a]: {'1-c'}" in collected(folder)[1]
 
 
 @pytest.mark.parametrize("name", samples.FILES)

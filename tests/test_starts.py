@@ -43,7 +43,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow(but=[21, 35])
+@pytest.mark.slow(but=[21])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_slice_of_a_clamped_slice(name, setting):
