@@ -352,33 +352,6 @@ def test_a_count_needs_a_loop_of_its_own_and_little_else():
 # -- what comes from the rows ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 4])
-def test_random_numbers_are_those_of_one_device(k):
-    """To the bit, in the order of the batch; and what is trained with them."""
-
-    def step(w, key, x):
-        noise = jax.random.normal(key, x.shape)
-        return w - 0.1 * jax.grad(lambda w: jnp.mean((x + noise) @ w))(w), {"noise": noise}
-
-    w, x, key = jnp.ones((8, 8)), jnp.ones((64, 8)), jax.random.key(0)
-    new, metrics = small.shard_train_step(step, stage=3, microbatches=k)(w, key, x)
-    expected, expected_metrics = jax.jit(step)(w, key, x)
-    np.testing.assert_array_equal(metrics["noise"], expected_metrics["noise"])
-    np.testing.assert_allclose(new, expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_per_example_outputs_keep_their_order():
-    def step(w, x):
-        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w), {"rows": x[:, 0], "dims": x.T[:1]}
-
-    x = jnp.arange(64 * 8.0).reshape(64, 8)
-    _, metrics = small.shard_train_step(step, stage=3, microbatches=4)(jnp.ones((8, 8)), x)
-    np.testing.assert_array_equal(metrics["rows"], x[:, 0])
-    np.testing.assert_array_equal(metrics["dims"], x.T[:1])
-
-
 # Outputs with a row for each example, in which no example, or not each, is read.
 ALIKE: dict[str, Any] = {
     "a carry that stays": lambda w, x: jax.lax.scan(

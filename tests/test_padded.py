@@ -126,25 +126,6 @@ def test_every_number_of_devices(num_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stage": 3, "param_axes": "local"},
-        {"stage": 3, "param_axes": "local", "optimizer_axes": "local"},
-        {"stage": 1, "optimizer_axes": "local"},
-        {"stage": 3, "accumulate": 3},
-        {"stage": 3, "accumulate": 3, "reduce": "once", "gather": "once_per_step"},
-        {"stage": 2, "accumulate": 5, "reduce_dtype": jnp.float32},
-        {"stage": 3, "gather": "keep"},
-    ],
-    ids=str,
-)
-def test_options_on_two_axes(options):
-    mesh = small.mesh(node=2, local=4)
-    assert_same_training(OPTIMIZERS["clipped adamw"], options, mesh)
-
-
-@pytest.mark.slow
 def test_parameters_within_a_node_are_unions_of_their_moments():
     """53 rows on 8 devices are 7 each, so a quarter of the node holds 14: cutting one moves nothing."""
     train_step = small.shard_train_step(

@@ -210,46 +210,6 @@ def test_random_bits_are_those_of_the_whole_along_any_dim():
         run_and_compare(fn, (SQUARE, P()), (shape, ROWS))
 
 
-TABLE = (400, 16)
-
-
-def looked_up(w, ids):
-    """Rows of the table, and its gradient."""
-    ids = (100 * jnp.abs(ids[:, :3])).astype(jnp.int32)
-    loss, grad = jax.value_and_grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
-    return loss, w - grad
-
-
-COLUMNS = P(None, "data")
-
-
-@pytest.mark.slow
-def test_rows_look_up_in_columns_of_a_table():
-    """The ids of all rows, and what is found, move; the table does not, which is larger."""
-    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
-    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
-    found = program(looked_up, *specs, outs=outs)
-    assert {m.kind for m in found.moves} == {"gather", "exchange", "reduce"}
-    table = 400 * 16 * 8
-    assert sum(m.nbytes for m in found.moves) < table / 8
-    run_and_compare(looked_up, *specs, outs=outs)
-    run_and_compare(looked_up, (TABLE, COLUMNS), ((13, 16), ROWS), outs=outs)
-
-
-@pytest.mark.slow
-def test_a_table_that_is_read_whole_too_is_gathered_once():
-    def fn(w, x):
-        loss, new = looked_up(w, x)
-        return loss + (x @ w.T).sum(), new
-
-    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
-    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
-    found = program(fn, *specs, outs=outs).moves
-    # The gradient's rows are few beside the table, and go into columns.
-    assert [m.operation for m in found if m.kind == "exchange"] == ["scatter-add"]
-    run_and_compare(fn, *specs, outs=outs)
-
-
 @pytest.mark.slow
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
@@ -258,14 +218,6 @@ def test_masks_and_positions_are_made_where_they_are_read():
 
     run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
     assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
-
-
-@pytest.mark.slow
-def test_padding_is_masked_even_if_it_is_nan():
-    def fn(w, x):
-        return x.sum(0), x.max(0), x.T @ x, jnp.sort(x, 0), x.mean(), jnp.cumsum(x, 0), x.prod(0)
-
-    run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
 
 
 @pytest.mark.slow

@@ -202,29 +202,14 @@ def test_tiles_of_any_size(name, tile_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ("4", {"stage": 1}),
-        ("8", {"stage": 2}),
-        ("4", {"accumulate": 2}),
-        ("4", {"accumulate": 2, "reduce": "once"}),
-        ("4", {"accumulate": 2, "stage": 2}),
-        ("4", {"accumulate": 4, "stage": 1}),
-        ("2x4", {"param_axes": "local", "optimizer_axes": "local"}),
-        ("4x2", {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2}),
-        ("2x4", {"param_axes": "local"}),
-        ("2x4", {"stage": 2, "optimizer_axes": "local", "accumulate": 2}),
-        ("8", {"reduce_dtype": jnp.float32}),
-        ("8", {"prefetch_bytes": 0}),
-        ("8", {"full": "up"}),
-        ("8", {"offload": jzero.PinnedHost()}),
-        ("4", {"offload_params": jzero.PinnedHost(device_bytes=2**20)}),
-    ],
+    "options",
+    [{"offload": jzero.PinnedHost()}, {"offload_params": jzero.PinnedHost(device_bytes=2**20)}],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["unrolled", "scanned remat", "half"])
-def test_options_train_as_on_one_device(name, mesh, options):
-    check(name, mesh, **options)
+def test_state_on_the_host_trains_as_on_one_device(name, options):
+    """Other options are pairs in test_options.py."""
+    check(name, "4", **options)
 
 
 @pytest.mark.slow
