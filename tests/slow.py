@@ -39,8 +39,8 @@ def _by_default(
         others = [x for x in cases if sum(m.name == "slow" for m in x.own_markers) == 1]
         return [others[i * len(others) // but] for i in range(min(but, len(others)))]
     names = [x.name.partition("[")[2].removesuffix("]") for x in cases]
-    if others := set(but) - {*names, *range(len(cases))}:
-        raise pytest.UsageError(f"slow(but={but}) names no cases of {cases[0].nodeid}: {others}")
+    if unknown := set(but) - {*names, *range(len(cases))}:
+        raise pytest.UsageError(f"slow(but={but}) names no cases of {cases[0].nodeid}: {unknown}")
     return [x for i, x in enumerate(cases) if i in but or names[i] in but]
 
 
