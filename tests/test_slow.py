@@ -42,8 +42,9 @@ SLOW = {"slow", "some[1-b]", "some[2-a]", "spread[1]", "spread[3]", "second[a]"}
 
 
 def collected(folder, *args, **environment):
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", *args]
-    environment = os.environ | {"PYTHONPATH": str(HERE)} | environment
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *args]
+    own = {"PYTHONPATH": str(HERE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | own | environment
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return re.findall(r"::test_(\S+)", done.stdout), done.stdout + done.stderr
 
