@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from jzero.preflight._bandwidth import with_bandwidth
+from jzero.preflight._targets import with_bandwidth
 from jzero.preflight._wires import rates_of
 from jzero.sharding.passes._late_gathers import balance
 from jzero.targets._links import (

@@ -10,9 +10,9 @@ import gpu_compiler
 import jzero
 import programs
 import small
-from jzero.preflight._schedule import read_schedule
+from jzero.preflight._schedule import Started, schedule_of
 from jzero.preflight._targets import read_topology
-from jzero.preflight._tpu_text import collectives_alone
+from jzero.preflight._tpu_text import read_tpu_program
 from jzero.targets._target import Topology, find_target
 
 V5E = find_target("test", "tpu-v5e")
@@ -61,8 +61,13 @@ ENTRY %main (x: f32[32,4,64]) -> f32[32,4,64] {
 """  # noqa: E501
 
 
+def schedule(text):
+    program = read_tpu_program(text)
+    return schedule_of([Started(program)], {"data": 4}, V5E, Topology(1, 4, "2x2"))
+
+
 def test_a_collective_in_several_fusions_is_one_and_loops_are_multiplied_out():
-    found = read_schedule(collectives_alone(PROGRAM), {"data": 4}, V5E, Topology(1, 4, "2x2"))
+    found = schedule(PROGRAM)
     assert [(c.op, c.axes, c.whole_bytes, c.times) for c in found.collectives] == [
         ("all-gather", ("data",), 4 * 16 * 64, 5),
         ("all-reduce", ("data",), 4 * 16 * 64, 5),
@@ -75,7 +80,7 @@ def test_a_collective_in_several_fusions_is_one_and_loops_are_multiplied_out():
 
 def test_a_loop_of_unknown_length_counts_once():
     text = PROGRAM.replace("constant(5)", "constant(5)\n  %other = s32[]{:T(128)} constant(6)")
-    found = read_schedule(collectives_alone(text), {"data": 4}, V5E, Topology(1, 4, "2x2"))
+    found = schedule(text)
     assert [c.times for c in found.collectives] == [1, 1]
 
 
@@ -99,7 +104,7 @@ ENTRY %main (x: f32[4096,4096]) -> f32[1040,4096] {
 
 
 def test_a_fused_reduce_scatter_is_one_and_semaphores_are_no_bytes():
-    found = read_schedule(collectives_alone(SCATTERED), {"data": 4}, V5E, Topology(1, 4, "2x2"))
+    found = schedule(SCATTERED)
     scattered, sent = found.collectives
     assert (scattered.op, scattered.axes, scattered.whole_bytes) == (
         "reduce-scatter", ("data",), 4 * 4096 * 4096,

@@ -14,9 +14,9 @@ import gpu_compiler
 import jzero
 from jzero._quantities import parse_bandwidth, readable_bits
 from jzero.preflight import _hlo, _kernels
-from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._schedule import CompiledSchedule, read_schedule
-from jzero.preflight._wires import Wire, WireVerdict, check_wire, formats, rates_of, time_of
+from jzero.preflight._targets import with_bandwidth
+from jzero.preflight._wires import Wire, WireTime, WireVerdict, check_wire, formats, rates_of
 from jzero.targets._target import Topology, find_target
 from small import grouped
 
@@ -30,12 +30,12 @@ RATES = tuple(n * 10**9 // 8 for n in (1, 2, 4, 8))
 def verdict(exact, coded, asked=0, coding=0.0):
     nbytes = int(coding * H200.memory_bandwidth)
     schedules = [
-        [schedule(s, 0.0, 0) for s in exact],
-        [schedule(s, coding, nbytes) for s in coded],
+        tuple(schedule(s, 0.0, 0) for s in exact),
+        tuple(schedule(s, coding, nbytes) for s in coded),
     ]
     int8 = formats(MESH, H200, TWO_NODES, MESH)[0]
     times = [
-        time_of(wire, 0, found, schedules[0][0])
+        WireTime(wire, 0, found, schedules[0][0])
         for wire, found in zip([Wire("exact", {}), int8], schedules, strict=True)
     ]
     return WireVerdict(RATES, asked, "the network", tuple(times))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 _HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -22,6 +23,9 @@ class Instruction(NamedTuple):
     op: str
     operands: tuple[str, ...]
     text: str
+
+
+Computations: TypeAlias = Mapping[str, Sequence[Instruction]]
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:

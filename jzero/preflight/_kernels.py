@@ -8,10 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jzero.preflight._hlo import ON_HOST, Instruction, arrays, sizes
+from jzero.preflight._hlo import ON_HOST, Computations, Instruction, arrays, sizes
 from jzero.targets._target import Target
-
-Computations = Mapping[str, Sequence[Instruction]]
 
 # No kernel: names of what is there, bodies that count by themselves, and ends of what has begun.
 _NONE = {

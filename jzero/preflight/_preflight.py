@@ -15,7 +15,6 @@ from jzero._errors import BatchError, MeshError, OptionError, a_type, message
 from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes, readable_seconds
 from jzero._sharded_step import ShardedStep
-from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
@@ -33,6 +32,7 @@ from jzero.preflight._targets import (
     compiled_target,
     mesh_of,
     read_topology,
+    with_bandwidth,
 )
 from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires

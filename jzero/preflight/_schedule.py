@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
-from jzero.preflight._hlo import Instruction, callees, parse, sizes, trips_of
+from jzero.preflight._hlo import Computations, Instruction, callees, parse, sizes, trips_of
 from jzero.preflight._kernels import KernelWork, work_of
 from jzero.targets._links import CollectiveTime, collective_time, members
 from jzero.targets._target import Target, Topology
@@ -245,11 +245,15 @@ class ScheduledProgram:
 
 def read_program(text: str) -> ScheduledProgram:
     """Reads XLA's text of a scheduled program."""
-    computations, entry = parse(text)
+    return program_of(*parse(text))
+
+
+def program_of(computations: Computations, entry: str) -> ScheduledProgram:
+    """The program that begins with the computation `entry`."""
     return ScheduledProgram(tuple(_ops(entry, computations)))
 
 
-def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_Op]:
+def _ops(name: str, computations: Computations) -> Iterator[_Op]:
     lines = computations[name]
     shapes = {line.name: line.shape for line in lines}
     begun: dict[str, _Collective | _Copy] = {}

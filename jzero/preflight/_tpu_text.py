@@ -4,81 +4,65 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from jzero.preflight._hlo import Instruction, parse, sizes
-from jzero.preflight._schedule import ScheduledProgram, read_program
+from jzero.preflight._hlo import Computations, Instruction, parse, sizes
+from jzero.preflight._schedule import ScheduledProgram, program_of
 
 _COLLECTIVE = re.compile(
     r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?"
 )
 # A semaphore beside an operand and a result.
 _FLAG = re.compile(r", (/\*index=\d+\*/)?[su]32\[\d*\]\{[^}]*S\([24]\)\}")
-_CONTROL = ("while", "call", "conditional")
 
 
 def read_tpu_program(text: str) -> ScheduledProgram:
-    """Its collectives, as if each were awaited where it starts, and nothing else."""
-    return read_program(collectives_alone(text))
-
-
-def collectives_alone(text: str) -> str:
-    """The program with nothing in it but loops, calls and collectives, each of them where it starts.
+    """Its loops, calls and collectives, each collective as if it were awaited where it starts.
 
     XLA's compiler for TPUs puts a collective into three fusions or more: one starts it, others compute while
     it moves, one awaits it. All have the collective in their body, with the number of its chain.
     """
     computations, entry = parse(text)
-    found = []
-    for name, lines in computations.items():
-        kept = "\n".join(_kept(lines, computations))
-        found.append(f"{'ENTRY ' if name == entry else ''}%{name} () -> () {{\n{kept}\n}}\n")
-    return "\n".join(found)
+    found = {name: [*_kept(lines, computations)] for name, lines in computations.items()}
+    return program_of(found, entry)
 
 
-def _kept(
-    lines: Sequence[Instruction], computations: Mapping[str, Sequence[Instruction]]
-) -> Iterator[str]:
-    shapes = {line.name: line.shape for line in lines}
+def _kept(lines: Sequence[Instruction], computations: Computations) -> Iterator[Instruction]:
     chains: set[str] = set()
     for line in lines:
-        if line.op in _CONTROL:
-            yield _written(line) + _trips(line, computations)
+        if line.op in ("while", "call", "conditional"):
+            yield line._replace(text=line.text + _trips(line, computations))
         elif _COLLECTIVE.fullmatch(line.op):
-            yield from _with_operands(line, shapes)
+            yield from _with_operands(line, lines)
         elif scattered := re.search(r"calls=%(all-reduce-scatter[\w.\-]*)", line.text):
             yield from _scatter(line, computations[scattered[1]])
         elif line.op == "fusion" and (inside := _inside(line, computations)):
             body, collective = inside
             chain = re.search(r'chain_id="(\d+)"', collective.text)
             if chain is None or chain[1] not in chains:
-                own = {x.name: x.shape for x in body}
-                yield from _with_operands(collective._replace(name=line.name), own)
+                yield from _with_operands(collective._replace(name=line.name), body)
             chains |= {chain[1]} if chain else set()
 
 
-def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[str]:
+def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[Instruction]:
     """A reduce-scatter, which is written as a fusion: an all-reduce of the padded value, and its slice."""
     groups = next(x.text for x in body if x.op == "all-reduce")
     whole = max((x for x in body if x.op == "parameter"), key=lambda x: sum(sizes(x.shape)))
-    text = f"%{whole.name}){groups.partition(')')[2]}"
-    made = Instruction(line.name, line.shape, "reduce-scatter", (whole.name,), text)
-    return _with_operands(made, {whole.name: whole.shape})
+    made = Instruction(line.name, line.shape, "reduce-scatter", (whole.name,), groups)
+    return _with_operands(made, body)
 
 
-def _written(line: Instruction) -> str:
-    return f"  %{line.name} = {_FLAG.sub('', line.shape)} {line.op}({line.text}"
-
-
-def _with_operands(line: Instruction, shapes: Mapping[str, str]) -> Iterator[str]:
+def _with_operands(line: Instruction, body: Sequence[Instruction]) -> Iterator[Instruction]:
+    """A collective without its semaphores, after the values that it reads, of which only shapes count."""
     if not line.op.endswith("-done"):
+        shapes = {x.name: x.shape for x in body}
         for name in line.operands:
-            yield f"  %{name} = {shapes[name]} parameter(0)"
-    yield _written(line)
+            yield Instruction(name, shapes[name], "parameter", (), "")
+    yield line._replace(shape=_FLAG.sub("", line.shape))
 
 
 def _inside(
-    line: Instruction, computations: Mapping[str, Sequence[Instruction]]
+    line: Instruction, computations: Computations
 ) -> tuple[Sequence[Instruction], Instruction] | None:
     """The collective that a fusion starts or goes on with, and the computation it is in."""
     for callee in re.findall(r"calls=%([\w.\-]+)", line.text):
@@ -90,7 +74,7 @@ def _inside(
     return None
 
 
-def _trips(line: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> str:
+def _trips(line: Instruction, computations: Computations) -> str:
     """A loop's iterations, as XLA writes them for GPUs: the constant that its counter is compared with."""
     condition = re.search(r"condition=%([\w.\-]+)", line.text)
     if condition is None or "known_trip_count" in line.text:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jzero._blocks import Blocks
@@ -60,51 +60,47 @@ def formats(
     return found
 
 
-def outermost(target: Target, topology: Topology) -> int:
-    """The link domain of all devices."""
-    return level_of(range(topology.num_devices), target, topology)
-
-
 def rates_of(target: Target, topology: Topology) -> tuple[int, ...]:
     """The speeds of a table, slowest first: of networks, and the target's own; or of the innermost links."""
-    level = outermost(target, topology)
+    level = level_of(range(topology.num_devices), target, topology)
     own = int(target.domains[level].bandwidth)
     return tuple(sorted({*(int(x * 1e9 / 8) for x in _GBITS), own})) if level else (own,)
 
 
 class WireTime(NamedTuple):
-    """What a way to travel costs.
+    """What a communication format costs.
 
     Attributes:
-      wire: which.
+      wire: the format.
       peak_bytes: on each device, of the step.
-      seconds: of a step, at each speed.
-      exposed: of these, for which the device waits for collectives.
-      coding: for which it computes beyond what it computes with exact wires; below 0 if it computes less.
-      kernel_bytes: that its kernels read and write beyond those of exact wires; below 0 if it is less.
+      schedules: of the step, at each speed.
+      exact: of the step with exact communication, at any speed.
     """
 
     wire: Wire
     peak_bytes: int
-    seconds: tuple[float, ...]
-    exposed: tuple[float, ...]
-    coding: float
-    kernel_bytes: int
+    schedules: tuple[CompiledSchedule, ...]
+    exact: CompiledSchedule
 
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a step, at each speed."""
+        return tuple(s.step_seconds for s in self.schedules)
 
-def time_of(
-    wire: Wire, peak_bytes: int, schedules: Sequence[CompiledSchedule], exact: CompiledSchedule
-) -> WireTime:
-    """Its costs, by its schedules at each speed, and by one of exact wires."""
-    one = schedules[0]
-    return WireTime(
-        wire,
-        peak_bytes,
-        tuple(s.step_seconds for s in schedules),
-        tuple(s.exposed_seconds for s in schedules),
-        one.compute_seconds - exact.compute_seconds,
-        one.kernel_bytes - exact.kernel_bytes,
-    )
+    @property
+    def exposed(self) -> tuple[float, ...]:
+        """Of these, for which the device waits for collectives."""
+        return tuple(s.exposed_seconds for s in self.schedules)
+
+    @property
+    def coding(self) -> float:
+        """Seconds of compute beyond those of exact communication; below 0 if they are less."""
+        return self.schedules[0].compute_seconds - self.exact.compute_seconds
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes that kernels read and write beyond those of exact communication; below 0 if less."""
+        return self.schedules[0].kernel_bytes - self.exact.kernel_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +158,8 @@ class WireVerdict:
                 {"name": x.wire.name, "options": x.wire.written, "peak_bytes": x.peak_bytes,
                  "exposed_seconds": list(x.exposed), "coding_seconds": x.coding,
                  "kernel_bytes": x.kernel_bytes, "seconds": list(x.seconds),
-                 "pays_below": _finite(self.pays_below(x)),
-                 "pays_at_all_rates": self.pays_below(x) == float("inf")} for x in self.times
+                 "pays_below": None if (below := self.pays_below(x)) == float("inf") else below,
+                 "pays_at_all_rates": below == float("inf")} for x in self.times
             ],
             "refused": dict(self.refused),
         }  # fmt: skip
@@ -247,45 +243,28 @@ def compare_wires(
     step: ShardedStep, compiled: Callable[[ShardedStep], Examined], exact: Examined,
     target: Target, topology: Topology, under_way: int,
 ) -> WireVerdict:  # fmt: skip
-    """Compiles the step with each format of codes, and reads all schedules at all speeds.
-
-    Args:
-      step: with exact wires, on a mesh of the target.
-      compiled: what the compiler says of such a step.
-      exact: what it has said of this one.
-      target: with the bandwidths that were asked for.
-      topology: hosts, and devices on each.
-      under_way: collectives that XLA has under way at once.
-    """
+    """Compiles the step, which communicates exactly, with each quantized format; times all at all speeds."""
     mesh, rates = dict(step.mesh.shape), rates_of(target, topology)
-    level = outermost(target, topology)
+    level = level_of(range(topology.num_devices), target, topology)
     targets = [with_links(target, {level: rate}) for rate in rates]
     wires = [Wire("exact", {}), *formats(step._programs.setting.axes, target, topology, mesh)]
     times, refused = list[WireTime](), list[tuple[str, str]]()
-    base: CompiledSchedule | None = None
     for wire in wires:
         try:
-            found = compiled(_with(step, wire)) if wire.options else exact
+            comm = dataclasses.replace(step._programs.options.comm, **wire.options)
+            found = compiled(step.with_comm(comm)) if wire.options else exact
         except OptionError as error:  # Without masters, below stage 3.
             refused.append((wire.written, str(error).splitlines()[-1]))
             continue
-        schedules = [schedule_of(found.started, mesh, x, topology, under_way) for x in targets]
-        base = base or schedules[0]
-        times.append(time_of(wire, found.peak_bytes, schedules, base))
+        schedules = tuple(schedule_of(found.started, mesh, x, topology, under_way) for x in targets)
+        first = times[0].exact if times else schedules[0]
+        times.append(WireTime(wire, found.peak_bytes, schedules, first))
     asked = rates.index(int(target.domains[level].bandwidth))
     return WireVerdict(rates, asked, target.domains[level].name, tuple(times), tuple(refused))
 
 
-def _with(step: ShardedStep, wire: Wire) -> ShardedStep:
-    return step.with_comm(dataclasses.replace(step._programs.options.comm, **wire.options))
-
-
 def _ms(time: WireTime, at: int) -> str:
     return f"{1000 * time.seconds[at]:.1f} ms"
-
-
-def _finite(x: float | None) -> float | None:
-    return None if x in (None, float("inf")) else x
 
 
 def _written(value: Any) -> str:
