@@ -10,7 +10,7 @@ import jzero
 import programs
 import small
 from jzero._quantities import parse_bytes, parse_count, readable_count
-from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._sizes import OPTIMIZERS, PRECISIONS
 from small import grouped
 
 MODEL = programs.Model(remat=True)

@@ -325,6 +325,15 @@ def test_html_says_what_the_text_says():
     assert cells.split() == str(report).split()
 
 
+def test_each_report_has_html():
+    """An estimate, its time, and a preflight's verdict: tables, and prose between them."""
+    rates, tokens = jzero.Rates(peak="989TFLOP/s"), jzero.Workload(tokens="8K")
+    found = jzero.estimate("7B", devices=8, rates=rates, workload=tokens)
+    assert found._repr_html_().count("<table>") == 3
+    assert found.time is not None
+    assert found.time._repr_html_().endswith("no rate was given: between devices.</pre>")
+
+
 def test_a_table_escapes_its_cells():
     html = Table(("a<", "b"), [("<script>\x1b[1m", "1")]).html()
     assert html.startswith('<table><tr><th style="text-align:left">a&lt;</th>')

@@ -20,7 +20,7 @@ from jzero.offload.schedule._folds import WAYS
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
-from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._sizes import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import STAGES
 
@@ -119,7 +119,7 @@ def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[s
 
 
 def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown:
-    yield " ".join(line.strip() for line in found.header())
+    yield found.header()
     yield _tables.memory_table(found.memory)
     moved = _tables.traffic_table(found.traffic)
     yield moved or "A step moves nothing between devices."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,10 +36,9 @@ from jzero.preflight._targets import (
 )
 from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
-from jzero.reports import _tables
+from jzero.reports._as_dict import plain
 from jzero.reports._describe import Report
-from jzero.reports._lines import wrapped
-from jzero.reports._tables import Memory, Table
+from jzero.reports._tables import Block, Memory, Printed, Table, memory_table, transfer_table
 from jzero.segments._programs import stored_inputs
 from jzero.targets._target import Target, Topology
 from jzero.tracing._axis_types import takes_explicit_axes
@@ -196,7 +195,7 @@ def preflight(
 
 
 @dataclasses.dataclass(frozen=True)
-class Preflight:
+class Preflight(Printed):
     """What a step will need on devices that are not there; `print` it.
 
     Attributes:
@@ -315,53 +314,50 @@ class Preflight:
             "hidden": self.hidden(),
             **times,
             "host_bytes": self.host_bytes,
-            "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
-                      for part in self.parts],
+            "parts": [*map(plain, self.parts)],
             "rows": self.rows,
             "largest_rows": self.largest_rows,
             "wires": None if self.wires is None else self.wires.to_dict(),
             "step": None if self.report is None else self.report.to_dict(),
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        grid = self.topology
-        title = wrapped(
+    def blocks(self) -> Iterator[Block]:
+        """Tables, and prose between them; what there is nothing to say of is empty."""
+        grid, report = self.topology, self.report
+        title = (
             f"jzero preflight: {grid.num_devices} x {self.target.name} ({grid.hosts} hosts of "
-            f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s", "  ")  # fmt: skip
-        parts = [
-            [*title, *([] if self.report is None else self.report.header())],
-            _tables.memory_table(self.memory).text(),
-            self._verdict(),
-            self._parts(),
-            self._collectives(),
-            self._time(),
-            [] if self.wires is None else self.wires.lines(),
-            self._transfers(),
-            [] if self.report is None else self.report.gathered_rows(),
-            wrapped(
-                (_LIMITS if self._timed else _TPU_LIMITS) + _LIMITS_OF_PARTS * bool(self.parts)
-            ),
-        ]
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+            f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s"
+        )
+        yield [title, *([] if report is None else report.header())]
+        yield memory_table(self.memory)
+        yield self._verdict()
+        yield from self._parts()
+        yield self._collectives()
+        yield [self._time()]
+        yield from [] if self.wires is None else self.wires.blocks()
+        if report is not None:
+            yield transfer_table(report.transfers)
+            yield report.gathered_rows()
+        yield [(_LIMITS if self._timed else _TPU_LIMITS) + _LIMITS_OF_PARTS * bool(self.parts)]
 
     def _verdict(self) -> list[str]:
         spare = abs(self.usable_bytes - self.peak_bytes)
         verdict = "FITS, with" if self.fits else "DOES NOT FIT, by"
-        lines = wrapped(
+        lines = [
             f"{verdict} {readable_bytes(spare)}: the peak is {readable_bytes(self.peak_bytes)} of "
             f"{readable_bytes(self.usable_bytes)} ({self.memory_fraction:g} of a device's "
             f"{readable_bytes(self.target.memory_bytes)})"
-        )
+        ]
         if self.largest_rows is not None:
-            lines += wrapped(
+            lines.append(
                 f"The most rows for each device and microbatch that fit: {self.largest_rows} "
                 f"(compiled: {self.rows})"
             )
         return lines
 
-    def _parts(self) -> list[str]:
+    def _parts(self) -> Iterator[Block]:
         if not self.parts:
-            return []
+            return
         columns = ("argument_bytes", "made_bytes", "temporary_bytes", "peak_bytes")
         largest = sorted(self.parts, key=lambda part: -part.peak_bytes)[:_MOST_PARTS]
         rows = [
@@ -370,9 +366,8 @@ class Preflight:
             for part in self.parts if part in largest
         ]  # fmt: skip
         header = ("program", "times", "arguments", "outputs", "temporaries", "then on a device")
+        yield Table(header, rows)
         rest = len(self.parts) - len(rows)
-        lines = Table(header, rows).text()
-        lines += wrapped(f"And {rest} more programs, with less on a device.") if rest else []
         bad = [
             f"{part.name} ({', '.join(part.host_operations)})"
             for part in self.parts
@@ -381,13 +376,9 @@ class Preflight:
         on_host = "Pinned memory is only copied from and to: no program computes there."
         if bad:
             on_host = f"Programs that compute on pinned memory, which is slow: {'; '.join(bad)}."
-        return [*lines, *wrapped(on_host)]
+        yield [*[f"And {rest} more programs, with less on a device."] * bool(rest), on_host]
 
-    def _transfers(self) -> list[str]:
-        transfers = None if self.report is None else _tables.transfer_table(self.report.transfers)
-        return transfers.text() if transfers else []
-
-    def _collectives(self) -> list[str]:
+    def _collectives(self) -> Block:
         if not self.schedule.collectives:
             return ["A step moves nothing between devices."]
         groups: dict[tuple[str, str], list[ScheduledCollective]] = {}
@@ -403,17 +394,16 @@ class Preflight:
             behind = (share,) if self._timed else ()
             rows.append((*key, readable_bytes(total), str(times), *behind, f"{1000 * seconds:.1f}"))
         behind = ("hidden",) if self._timed else ()
-        header = ("as compiled", "axes", "bytes", "times", *behind, "ms")
-        return Table(header, rows).text()
+        return Table(("as compiled", "axes", "bytes", "times", *behind, "ms"), rows)
 
-    def _time(self) -> list[str]:
+    def _time(self) -> str:
         loops = self.schedule.unknown_loops
         once = " {} of unknown length {} once.".format(
             *(("One loop", "counts") if loops == 1 else (f"{loops} loops", "count"))
         )
         once *= loops > 0
         if not self._timed:
-            return wrapped(_TPU_TIMES + once)
+            return _TPU_TIMES + once
         s, took = self.schedule, readable_seconds
         text = (
             f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
@@ -425,7 +415,7 @@ class Preflight:
                 f" It waits {took(s.exposed_copy_seconds)} for copies, which take {took(s.to_host_seconds)} "
                 f"to the host and {took(s.from_host_seconds)} from it."
             )
-        return wrapped(text + once)
+        return text + once
 
 
 _MOST_PARTS = 12

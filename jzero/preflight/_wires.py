@@ -13,8 +13,7 @@ from jzero._quantities import readable_bits, readable_bytes
 from jzero._sharded_step import ShardedStep
 from jzero.preflight._examined import Examined
 from jzero.preflight._schedule import CompiledSchedule, schedule_of
-from jzero.reports._lines import wrapped
-from jzero.reports._tables import Table
+from jzero.reports._tables import Block, Printed, Table
 from jzero.sharding.plan._options import Options
 from jzero.targets._links import level_along, level_of, with_links
 from jzero.targets._target import Target, Topology
@@ -104,7 +103,7 @@ class WireTime(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class WireVerdict:
+class WireVerdict(Printed):
     """Whether quantized communication pays; `print` it.
 
     Attributes:
@@ -164,15 +163,12 @@ class WireVerdict:
             "refused": dict(self.refused),
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def lines(self) -> list[str]:
-        """A table of times by speed, what follows of it, and what in it is a model."""
+    def blocks(self) -> Iterator[Block]:
+        """A table of times by speed; then what follows of it, and what in it is a model."""
         header = ("ms of a step over", *map(readable_bits, self.rates))
         rows = [(x.wire.name, *(f"{1000 * s:.1f}" for s in x.seconds)) for x in self.times]
-        texts = [self._sentence(), *self._below(), *self._left_out(), self._model()]
-        return [*Table(header, rows).text(), *(line for t in texts for line in wrapped(t))]
+        yield Table(header, rows)
+        yield [self._sentence(), *self._below(), *self._left_out(), self._model()]
 
     def _sentence(self) -> str:
         exact, best = self.times[0], self.cheapest

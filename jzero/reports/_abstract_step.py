@@ -94,14 +94,9 @@ class AbstractStep(NamedTuple):
 def abstract_step(
     options: Options, axes: tuple[tuple[str, int], ...], types: Types, recompute: bool, whole: bool
 ) -> AbstractStep:
-    """What `describe` says of it.
+    """What `describe` says of it; options in bytes are replaced, as the sizes are.
 
-    Args:
-      options: of the step; those in bytes are replaced, as the sizes are.
-      axes: names and sizes of the data axes.
-      types: dtypes of the state.
-      recompute: whether the backward pass computes a layer again.
-      whole: whether all parameters that are stored on the hosts fit on the devices together, as shards.
+    `whole` says whether all parameters that are stored on the hosts fit on the devices together, as shards.
     """
     num = math.prod(size for _, size in axes)
     coded = options.comm.gather_dtype is not None or options.reduces_codes

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, counted, message
 from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
 from jzero.offload import _bandwidth, _links
 from jzero.offload.kernels._code_paths import no_kernels
-from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._tables import Table
+from jzero.reports._tables import Block, Printed, Table
 
 WHO = "bandwidth"
 
@@ -90,7 +89,7 @@ def _measured(size: int, threads: int | None) -> BandwidthReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class BandwidthReport:
+class BandwidthReport(Printed):
     """What was measured, in bytes per second and for each device; `print` it.
 
     Attributes:
@@ -130,12 +129,15 @@ class BandwidthReport:
             "device_update": self.device_update, "pcie": self.pcie, "interconnect": self.interconnect,
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
+    def blocks(self) -> Iterator[Block]:
+        """Tables, and prose around them."""
+        yield [self.header()]
+        yield from self.tables()
+        yield [*self.remarks()]
 
     def header(self) -> str:
         """What was measured."""
-        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        devices = counted(self.num_devices, "device", "devices")
         return (
             f"jzero: bandwidth of {devices} ({self.kind}) and their host, by copies of "
             f"{readable_bytes(self.nbytes)}; rates are of each device"
@@ -171,17 +173,6 @@ class BandwidthReport:
             yield f"The host's update was XLA's, as {reason}."
         if self.kind == "cpu":
             yield "These devices are the host: all of them share its memory, and copies stay in it."
-
-    def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, at most `width` columns wide."""
-        found = wrapped(self.header(), "  ", width)
-        for table in self.tables():
-            found += ["", *table.text(width)]
-        return [
-            *found,
-            "",
-            *(line for text in self.remarks() for line in wrapped(text, "  ", width)),
-        ]
 
     def _whose(self, link: LinkRate) -> str:
         if len(link.devices) == 1:

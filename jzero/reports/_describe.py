@@ -6,18 +6,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jzero._blocks import Blocks
 from jzero._errors import OptionError, counted, message
-from jzero._folded import folded, listed
+from jzero._folded import listed
 from jzero._memory_kinds import PINNED
 from jzero._numbers import Rates
 from jzero._quantities import readable_bytes
@@ -25,29 +23,31 @@ from jzero.ir import _work
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds
-from jzero.offload.schedule._folds import Iterations, Transfer
-from jzero.offload.schedule._ops import Update, flat
+from jzero.offload.schedule._folds import Transfer
 from jzero.offload.schedule._schedule import Schedule
-from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
-from jzero.reports._lines import wrapped
-from jzero.reports._step_time import PART_OF, StepTime, step_time, work_of
+from jzero.reports import _as_dict, _prose, _tables
+from jzero.reports._as_dict import plain
+from jzero.reports._prose import by_reason, first_lines
+from jzero.reports._step_time import PART_OF, StepTime, step_time
 from jzero.reports._tables import (
+    Block,
     Memory,
-    Table,
+    Printed,
     memory_of,
     memory_table,
+    traffic_rows,
     traffic_table,
+    transfer_rows,
     transfer_table,
 )
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
 from jzero.segments._programs import placed_inputs
 from jzero.sharding.analysis import _traffic, _untiled
-from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
-from jzero.sharding.partition._saved import Loops, SavedValue
+from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Replicated
@@ -56,13 +56,14 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._signature import Call
+from jzero.tracing._types import Jaxpr
 
 # The sharded dims; None for a replicated value.
 SplitDims = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Printed):
     """What a step stores on each device and moves between devices; `print` it.
 
     Attributes:
@@ -81,7 +82,7 @@ class Report:
       coding: by path, the rounding errors of the quantized leaves that were passed.
       looped: arguments over whose dim 0 every device loops, and whose dim 1 the devices divide.
       extra_work: computation that is repeated on several devices.
-      operations: floating-point operations of each device, by pass: 'forward', 'backward', '' (neither).
+      program: the jaxpr of the step on one device.
     """
 
     plan: StepPlan
@@ -99,41 +100,30 @@ class Report:
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
     looped: tuple[str, ...] = ()
     extra_work: tuple[Extra, ...] = ()
-    operations: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    program: Jaxpr | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<Report: {self._title()}; print it>"
 
-    def __str__(self) -> str:
-        parts = [part.text() if isinstance(part, Table) else part for part in self._parts()]
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
-
-    def _repr_html_(self) -> str:
-        """The same for a notebook, whose last expression it is."""
-        parts = [part for part in self._parts() if part]
-        return "".join(
-            part.html() if isinstance(part, Table) else "<pre>" + html.escape("\n".join(part)) + "</pre>"
-            for part in parts
-        )  # fmt: skip
-
-    def _parts(self) -> list[Table | list[str]]:
-        """Tables, and lines between them; none where there is nothing to say."""
-        return [
-            self.header(),
-            memory_table(self.memory),
-            traffic_table(self.traffic) or ["A step moves nothing between devices."],
-            _coded_leaves.lines(self.plan.leaves, self.traffic, self.coding),
-            self._wire(),
-            self._tiles(),
-            transfer_table(self.transfers) or [],
-            self._from_host(),
-            self._activations(),
-            self.gathered_rows(),
-            self._inputs_and_outputs(),
-            _leaf_lists.offloaded(self.plan, self.code_paths),
-            _leaf_lists.owned(self.plan),
-            self._not_in_shards(),
-        ]
+    def blocks(self) -> Iterator[Block]:
+        """Tables, and prose between them; what there is nothing to say of is empty."""
+        yield self.header()
+        yield memory_table(self.memory)
+        yield traffic_table(self.traffic) or ["A step moves nothing between devices."]
+        yield _prose.coded(self.plan.leaves, self.traffic, self.coding)
+        yield self._wire()
+        yield _prose.tiles(self.plan, self.untiled)
+        yield transfer_table(self.transfers)
+        yield _prose.from_host(self.plan, self.transfers)
+        yield _prose.activations(self.plan)
+        yield self.gathered_rows()
+        yield self._inputs_and_outputs()
+        yield _prose.offloaded(self.plan, self.code_paths)
+        yield _prose.owned(self.plan)
+        # An evaluation finds its leaves as they are.
+        full = [] if self.plan.evaluates else _prose.left_full(self.plan)
+        leaves = self.plan.leaves
+        yield [*full, *_prose.padded(leaves), *_prose.uncut(leaves)]
 
     def to_dict(self) -> dict[str, Any]:
         """All that the text says and more, as plain types: `json.dumps` takes it. Bytes are ints.
@@ -208,7 +198,7 @@ class Report:
         >>> [(row["op"], row["bytes"], row["times"]) for row in found["traffic"]]
         [('all-gather', 16384, 1), ('all-reduce', 4, 1), ('reduce-scatter', 16384, 1)]
         """
-        plan = self.plan
+        plan, codes = self.plan, self.plan.exchange.gather_codes
         return {
             "stage": plan.stage,
             "evaluates": plan.evaluates,
@@ -218,35 +208,38 @@ class Report:
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
             "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes, self.handed_bytes),
-            "memory": _as_dict.memory(self.memory),
+            "memory": [row._asdict() for row in self.memory],
             "leaves": [_as_dict.leaf(leaf) for leaf in plan.leaves],
             "unread": [plan.leaves[i].path for i in sorted(plan.unread)],
             "arguments": [{"path": path, "dim": dim} for path, dim in self.arguments],
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
             "looped": list(self.looped),
-            "extra_work": [_as_dict.extra_work(each) for each in self.extra_work],
+            "extra_work": [
+                {name: getattr(each, name) for name in ("what", "why", "fix", "share", "flops")}
+                for each in self.extra_work
+            ],
             "whole_argument_bytes": self.whole_argument_bytes,
             "keys": list(self.keys),
             "wire": {
-                "gather": _text(plan.exchange.gather_codes),
-                "reduce": {axis: _text(codes) for axis, codes in plan.exchange.reduce_codes},
+                "gather": codes and str(codes),
+                "reduce": {axis: x and str(x) for axis, x in plan.exchange.reduce_codes},
                 "exact": [list(pair) for pair in self.exact],
             },
             "weights": {
-                "coded": _coded_leaves.entries(plan.leaves, self.traffic, self.coding),
+                "coded": _prose.coded_entries(plan.leaves, self.traffic, self.coding),
                 "exact": [
                     [x.path, x.why_exact] for x in plan.leaves if plan.evaluates and x.why_exact
                 ],
             },
-            "owners": [_as_dict.owned(each) for each in plan.owned],
+            "owners": [*map(plain, plan.owned)],
             "tile_bytes": plan.exchange.tile_bytes,
-            "untiled": [each._asdict() for each in self.untiled],
-            "traffic": _as_dict.traffic(self.traffic),
-            "transfers": _as_dict.transfers(self.transfers),
+            "untiled": [*map(plain, self.untiled)],
+            "traffic": traffic_rows(self.traffic),
+            "transfers": transfer_rows(self.transfers),
             "schedule": _as_dict.schedule(self.schedule),
-            "activations": _as_dict.activations(plan.activations),
-            "movements": [_as_dict.movement(m) for m in self.movements],
+            "activations": None if plan.activations is None else [*map(plain, plan.activations)],
+            "movements": [*map(plain, self.movements)],
             "buckets": sum(bucket.parts for bucket in plan.buckets) if plan.device_bytes else 0,
             "device_bytes": plan.device_bytes,
             "host_updates": self.code_paths.splitlines(),
@@ -258,42 +251,42 @@ class Report:
 
     def header(self) -> list[str]:
         """Lines on what runs: the stage, the devices, what is reduced when."""
-        axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
-        does = "computes" if self.plan.evaluates else "trains"
-        reductions = _REDUCTIONS[self.plan.reductions].format(does=does)
-        return [
-            *wrapped(f"jzero: {self._title()} (data axes: {axes})", "  "),
-            *wrapped(f"reductions: {reductions}", "  "),
-            *self._microbatches(),
-            *self._left_alone(),
-            *self._kept_state(),
+        plan, unread = self.plan, len(self.plan.unread)
+        axes = ", ".join(f"'{name}' of size {size}" for name, size in plan.axes)
+        does = "computes" if plan.evaluates else "trains"
+        reductions = _REDUCTIONS[plan.reductions].format(does=does)
+        lines = [
+            f"jzero: {self._title()} (data axes: {axes})",
+            f"reductions: {reductions}",
+            *_prose.microbatches(plan, self.accumulator_bytes, self.handed_bytes),
         ]
-
-    def _left_alone(self) -> list[str]:
-        """What an evaluation does not read, and a training without an update."""
-        plan, num = self.plan, len(self.plan.unread)
         if not plan.evaluates and not plan.updates:
-            return [*wrapped(
-                "the step changes no leaf: jzero.shard_eval_step reads a state without consuming it", "  ",
-            )]  # fmt: skip
-        line = f"{num} of {len(plan.leaves)} leaves are not read, and stay where they are"
-        return [line] if num else []
-
-    def _kept_state(self) -> list[str]:
-        """A line on the state that `donate=False` keeps."""
-        if self.plan.evaluates or self.plan.donates:
-            return []
-        here, pinned = self.plan.nbytes_at_rest(), self.plan.nbytes_at_rest(tier=PINNED)
-        on_host = f" and {readable_bytes(pinned)} of its host" * bool(pinned)
-        return wrapped(
-            "donate=False: a step keeps the state passed to it, which takes "
-            f"{readable_bytes(here)} of each device{on_host} beside the new one", "  "
-        )  # fmt: skip
+            lines.append(
+                "the step changes no leaf: jzero.shard_eval_step reads a state without consuming it"
+            )
+        elif unread:
+            lines.append(
+                f"{unread} of {len(plan.leaves)} leaves are not read, and stay where they are"
+            )
+        if not plan.evaluates and not plan.donates:
+            here, pinned = plan.nbytes_at_rest(), plan.nbytes_at_rest(tier=PINNED)
+            on_host = f" and {readable_bytes(pinned)} of its host" * bool(pinned)
+            lines.append(
+                "donate=False: a step keeps the state passed to it, which takes "
+                f"{readable_bytes(here)} of each device{on_host} beside the new one"
+            )
+        return lines
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """What each device and its host copy to each other in a step."""
         return _folds.transfers(self.schedule)
+
+    @functools.cached_property
+    def operations(self) -> Mapping[str, float]:
+        """Floating-point operations of each device, by pass: 'forward', 'backward', '' (neither)."""
+        # Counted when asked: it takes as long as all else that a description of a known program takes.
+        return {} if self.program is None else _work.flops_by_pass(self.program)
 
     def time(self, rates: Rates) -> StepTime:
         """The least time of a step at these rates, and how much of its transfers no compute hides.
@@ -331,11 +324,7 @@ class Report:
                 "no compute hides.", "Give the peak of a device, as jzero.Rates(peak='989TFLOP/s')."
             ))  # fmt: skip
         operations = {PART_OF[of]: math.ceil(num) for of, num in self.operations.items()}
-        delayed = any(isinstance(op, Update) and op.delayed for op, _ in flat(self.schedule.ops))
-        updated = _folds.updated_bytes(self.schedule)
-        return step_time(
-            work_of(operations, 0, self.traffic, self.transfers, updated, delayed), rates
-        )
+        return step_time(rates, operations, 0, self.traffic, self.schedule)
 
     @property
     def handed_bytes(self) -> int:
@@ -383,96 +372,6 @@ class Report:
         leaves, unread = self.plan.leaves, self.plan.unread
         return [leaf for i, leaf in enumerate(leaves) if leaf.role == role and i not in unread]
 
-    def _not_in_shards(self) -> list[str]:
-        """What a stage left replicated, and what it padded; an evaluation finds its leaves as they are."""
-        leaves = self.plan.leaves
-        full = [] if self.plan.evaluates else _leaf_lists.left_full(self.plan)
-        return [*full, *_leaf_lists.padded(leaves), *_leaf_lists.uncut(leaves)]
-
-    def _microbatches(self) -> list[str]:
-        plan = self.plan
-        if plan.accumulate == 1:
-            return []
-        when = "once per step" if plan.reduce_once else "for each microbatch"
-        lines = wrapped(
-            f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and "
-            f"accumulated in {readable_bytes(self.accumulator_bytes)} on each device", "  "
-        )  # fmt: skip
-        if plan.reductions == "written":
-            lines.append("  to the step's own collectives each microbatch is a device")
-        if plan.microbatches.by_layer:
-            lines += wrapped(
-                "layer by layer: all microbatches pass a layer, whose parameters are fetched once per pass, "
-                "before the next layer; values passed between layers take up to "
-                f"{readable_bytes(self.handed_bytes)} on each device", "  "
-            )  # fmt: skip
-        loops = self.loops
-        if loops is not None and loops.num > 1:
-            kept = loops.saved
-            lines += wrapped(
-                f"loops over microbatches: {loops.num}; matrix products run {loops.repeats:.1f} times as "
-                f"often as in one loop; {readable_bytes(sum(k.nbytes for k in kept))} on each device are "
-                "saved for later loops", "  "
-            )  # fmt: skip
-            lines += _kept(kept)
-        if loops is not None and loops.at_once:
-            nbytes = sum(each.nbytes for each in loops.at_once)
-            lines += wrapped(
-                f"computed from all microbatches at once, which saves no memory: {readable_bytes(nbytes)} on "
-                "each device", "  "
-            )  # fmt: skip
-            lines += _kept(loops.at_once)
-        return lines
-
-    def _from_host(self) -> list[str]:
-        """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
-        if not self.plan.evaluates or not self.transfers:
-            return []
-        iterations: dict[Iterations, int] = {}
-        for x in self.transfers:
-            if x.loop is not None and x.direction == "to device":
-                iterations[x.loop] = iterations.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
-        in_files = any(x.direction == "from disk" for x in self.transfers)
-        source = "files on NVMe" if in_files else "the hosts' pinned memory"
-        lines = wrapped(
-            f"Parameters come from {source}, part by part: at most "
-            f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
-            "included.", "  ")  # fmt: skip
-        for (where, num), nbytes in iterations.items():
-            each = "each iteration" if num is None else f"each of the {num:,} iterations"
-            lines += wrapped(
-                f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its iterations per "
-                f"second are at most the {'disk' if in_files else 'link'}'s bytes per second over that.",
-                "    ", first="  ")  # fmt: skip
-        return lines
-
-    def _activations(self) -> list[str]:
-        """Lines on what is saved on the host for the backward pass; none without `Memory(activations=)`."""
-        found = self.plan.activations
-        if found is None:
-            return []
-        if not found:
-            return wrapped(
-                "No activation is saved on the host: the forward pass saves no batch-sharded value of "
-                f"{readable_bytes(LEAST_BYTES)} or more for the backward pass.", "  ")  # fmt: skip
-        num, every = self.plan.accumulate, self.plan.microbatches.by_layer
-        microbatch = f", of {'all' if every else 'one'} microbatch{'es' * every}" * (num > 1)
-        total, verb = (
-            sum(r.nbytes for r in found) * (num if every else 1),
-            "is" if len(found) == 1 else "are",
-        )
-        stacks = sum(r.iterations > 1 for r in found)
-        whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
-        values = len(found) - stacks
-        whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)
-        lines = wrapped(
-            f"{' and '.join(whats)} {verb} saved on the host for the backward pass, "
-            f"{readable_bytes(total)} of each device{microbatch}:", "  ")  # fmt: skip
-        largest = sorted(found, key=lambda r: -r.nbytes)
-        for r in largest[:8]:
-            lines += wrapped(str(r), "    ", first=f"  {readable_bytes(r.nbytes)}  ")
-        return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)
-
     @property
     def exact(self) -> list[tuple[str, str]]:
         """Parameters that are sent exactly where others are sent quantized, and why."""
@@ -512,77 +411,60 @@ class Report:
         if not whats:
             return []
         exact = self.exact
-        lines = wrapped(
-            f"quantized: {'; '.join(whats)}{'; these stay exact:' if exact else ''}", "  ")  # fmt: skip
-        for why in dict.fromkeys(why for _, why in exact):
-            paths = [name.text for name in folded(path for path, x in exact if x == why)]
-            lines += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
-        return lines
-
-    def _tiles(self) -> list[str]:
-        """Lines on tiles, and on what is larger than one all the same."""
-        nbytes, found = self.plan.exchange.tile_bytes, self.untiled
-        if nbytes is None:
-            return []
-        lines = wrapped(
-            f"tiles: matrices above {readable_bytes(nbytes)} are gathered, and their gradients reduced, in "
-            f"tiles of that size{', except these:' if found else ''}", "  ")  # fmt: skip
-        for each in found[:20]:
-            lines += wrapped(str(each), "    ", first=f"  {readable_bytes(each.nbytes)}  ")
-        return lines + ([f"  and {len(found) - 20} more"] if len(found) > 20 else [])
+        lines = [f"quantized: {'; '.join(whats)}{'; these stay exact:' if exact else ''}"]
+        return lines + by_reason(exact)
 
     def gathered_rows(self) -> list[str]:
         """Lines on operations that move rows of the batch; none if there are none."""
         lines = []
         if self.whole_arguments:
-            lines += wrapped(
+            lines.append(
                 "Replicated, because the devices do not divide their batch dim: "
-                f"{listed(self.whole_arguments, 8)}.", "  ")  # fmt: skip
+                f"{listed(self.whole_arguments, 8)}."
+            )
         if self.movements:
             total = sum(m.nbytes * m.times for m in self.movements)
+            num = counted(len(self.movements), "operation moves", "operations move")
+            lines.append(f"{num} rows of the batch, {readable_bytes(total)} to each device:")
             found = sorted(self.movements, key=lambda m: -m.nbytes * m.times)
-            verb = "operation moves" if len(found) == 1 else "operations move"
-            lines.append(
-                f"{len(found)} {verb} rows of the batch, {readable_bytes(total)} to each device:"
+            sizes = [readable_bytes(m.nbytes) + f" of {m.value}" * bool(m.value) for m in found]
+            lines += first_lines(
+                [f"  {size}  {m}" for size, m in zip(sizes, found, strict=True)], 20
             )
-            for m in found[:20]:
-                size = readable_bytes(m.nbytes) + f" of {m.value}" * bool(m.value)
-                lines += wrapped(str(m), "    ", first=f"  {size}  ")
-            lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
-        for each in self.extra_work:
-            share = f"{each.share:.0%} of what the devices compute"
-            lines += wrapped(f"Done more than once, {share}: {each}", "  ")
-        return lines + self._minibatches()
-
-    def _minibatches(self) -> list[str]:
-        """A line on a batch of minibatches that every device computes in full."""
-        axes = [name for name, _ in self.plan.axes]
-        spec = f"P(None, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
-        specs = ", ".join(f"{name!r}: {spec}" for name in self.looped)
-        return wrapped(
-            f"Every device loops over dim 0 of {listed(self.looped)}, with all rows. If this dim counts "
-            f"minibatches, shard the rows of each: in_specs={{{specs}}}.", "  ") if specs else []  # fmt: skip
+        lines += [
+            f"Done more than once, {each.share:.0%} of what the devices compute: {each}"
+            for each in self.extra_work
+        ]
+        if self.looped:
+            axes = [name for name, _ in self.plan.axes]
+            spec = f"P(None, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
+            specs = ", ".join(f"{name!r}: {spec}" for name in self.looped)
+            lines.append(
+                f"Every device loops over dim 0 of {listed(self.looped)}, with all rows. If this dim counts "
+                f"minibatches, shard the rows of each: in_specs={{{specs}}}."
+            )
+        return lines
 
     def _inputs_and_outputs(self) -> list[str]:
         """Lines on the layouts of arguments and outputs."""
         lines = []
         for title, found in (("arguments", self.arguments), ("outputs", self.outputs)):
-            ways: dict[str, list[str]] = {}
+            layouts: dict[str, list[str]] = {}
             for path, dim in found:
-                way = "replicated" if dim is None else f"sharded along dim {dim}"
+                layout = "replicated" if dim is None else f"sharded along dim {dim}"
                 if isinstance(dim, tuple):
-                    way = f"sharded along dims {' and '.join(map(str, dim))}"
-                ways.setdefault(way, []).append(path)
-            said = "; ".join(f"{listed(paths)} {way}" for way, paths in ways.items())
-            lines += wrapped(f"{title}: {said}", "  ") if said else []
+                    layout = f"sharded along dims {' and '.join(map(str, dim))}"
+                layouts.setdefault(layout, []).append(path)
+            said = "; ".join(f"{listed(paths)} {layout}" for layout, paths in layouts.items())
+            lines += [f"{title}: {said}"] if said else []
         if self.whole_argument_bytes >= _LARGE:
-            size = readable_bytes(self.whole_argument_bytes)
-            lines += wrapped(
-                f"replicated arguments take {size} of each device, which the memory above does not count; "
-                "a model that is only read can be carried in the state", "  ")  # fmt: skip
+            lines.append(
+                f"replicated arguments take {readable_bytes(self.whole_argument_bytes)} of each device, "
+                "which the memory above does not count; a model that is only read can be carried in the "
+                "state"
+            )
         if self.keys:
-            said = f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}"
-            lines += wrapped(said, "  ")
+            lines.append(f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}")
         return lines
 
 
@@ -622,7 +504,7 @@ def report_of(program: Program, call: Call) -> Report:
         },
         () if plan.evaluates else _looped(jaxpr, call.arrays, plan, movements),
         program.extra_work,
-        _work.flops_by_pass(_jaxpr.open_jaxpr(written)[0]),
+        _jaxpr.open_jaxpr(written)[0],
     )
 
 
@@ -654,16 +536,3 @@ def _split_dims(spec: PartitionSpec) -> SplitDims:
 
 def _num_sharded(leaves: Sequence[LeafPlan]) -> int:
     return sum(not isinstance(leaf.layout, Replicated) for leaf in leaves)
-
-
-def _text(codes: Blocks | None) -> str | None:
-    return None if codes is None else str(codes)
-
-
-def _kept(values: Sequence[SavedValue]) -> list[str]:
-    """Lines of the largest of some values."""
-    found = sorted(values, key=lambda each: -each.nbytes)
-    lines = list[str]()
-    for k in found[:8]:
-        lines += wrapped(f"{k.what} of {k.where}", "    ", first=f"  {readable_bytes(k.nbytes)}  ")
-    return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)

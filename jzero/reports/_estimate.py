@@ -8,11 +8,11 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from jzero._errors import OptionError, called_as, message
+from jzero._errors import OptionError, called_as, counted, message
 from jzero._numbers import BytesPerParam, Rates, Workload
 from jzero._option_groups import Axes, Comm, Microbatches, refuse_fields
 from jzero._options_of import options_of
@@ -26,15 +26,20 @@ from jzero._quantities import (
 )
 from jzero._unknown_options import refuses_unknown_options
 from jzero.offload.schedule._folds import Transfer, transfers, updated_bytes
-from jzero.reports import _as_dict, _step_time, _tables, _within
-from jzero.reports._checks import WHO, check, check_offload, data_axes
+from jzero.reports import _tables, _within
+from jzero.reports._checks import (
+    WHO,
+    check,
+    check_offload,
+    check_rates,
+    check_workload,
+    data_axes,
+)
 from jzero.reports._hf_config import Model, read_model
-from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._presets import OPTIMIZERS, PRECISIONS
-from jzero.reports._rate_checks import check_rates, check_workload
 from jzero.reports._scaled import ScaledStep
-from jzero.reports._sizes import RoleBytes
-from jzero.reports._step_time import StepTime
+from jzero.reports._sizes import RoleBytes, role_bytes
+from jzero.reports._step_time import StepTime, operations_of, step_time
+from jzero.reports._tables import Block, Printed
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
@@ -240,7 +245,7 @@ def estimate(
     names = [x.name for x in dataclasses.fields(Axes) if x.name not in ("params", "optimizer")]
     refuse_fields(WHO, options.axes, names, rule)
     refuse_fields(WHO, options.comm, ("prefetch_bytes", "max_gather_bytes"), rule)
-    sizes = _role_bytes(
+    sizes = role_bytes(
         optimizer, precision, _group(BytesPerParam, "bytes_per_param", bytes_per_param)
     )
     stage_axes = options.stage_axes(axes_of_devices)
@@ -280,7 +285,7 @@ def _group(kind: type[_Group], name: str, given: Any) -> _Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(Printed):
     """Memory and traffic of a training, in the words of `ShardedStep.describe`; `print` it.
 
     Attributes:
@@ -336,21 +341,19 @@ class Estimate:
         """Bytes of optimizer state that a device's share of its host updates in a step."""
         return sum(updated_bytes(self._step.schedule).values())
 
-    @property
+    @functools.cached_property
     def time(self) -> StepTime | None:
         """The least time of a step at the given rates; None if no peak was given."""
         if self.rates.peak is None:
             return None
-        work = _step_time.work_of(
-            _step_time.operations_of(self._step.each, self.workload), self.workload.tokens or 0,
-            self.traffic, self.transfers, updated_bytes(self._step.schedule), self.options.offload.waits,
-        )  # fmt: skip
-        return _step_time.step_time(work, self.rates)
+        operations = operations_of(self._step.each, self.workload)
+        tokens = self.workload.tokens or 0
+        return step_time(self.rates, operations, tokens, self.traffic, self._step.schedule)
 
     @property
     def at_rest(self) -> int:
         """Bytes on each device between steps: parameters and optimizer state."""
-        return _tables.at_rest(self.memory)
+        return sum(row.per_device for row in self.memory if row.at_rest)
 
     @property
     def total(self) -> int:
@@ -452,30 +455,40 @@ class Estimate:
             "axes": dict(self.sharding.axes),
             "model_parallel": self.model_parallel,
             "stage": self.options.stage,
-            "memory": _as_dict.memory(self.memory),
+            "memory": [row._asdict() for row in self.memory],
             "at_rest": self.at_rest,
             "total": self.total,
             "on_host": self.on_host,
             "on_disk": self.on_disk,
-            "traffic": _as_dict.traffic(self.traffic),
-            "transfers": _as_dict.transfers(self.transfers),
+            "traffic": _tables.traffic_rows(self.traffic),
+            "transfers": _tables.transfer_rows(self.transfers),
             "elements_moved": self.elements_moved,
             **({} if self.time is None else {"time": self.time.to_dict()}),
             **({} if self.model is None else {"model": self.model.to_dict()}),
         }
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
+    def blocks(self) -> Iterator[Block]:
+        """Tables, and prose between them."""
+        yield [self.header()]
+        yield _tables.memory_table(self.memory)
+        yield _tables.traffic_table(self.traffic) or ["A step moves nothing between devices."]
+        yield _tables.transfer_table(self.transfers)
+        moved = float(Fraction(self.elements_moved, self.num_params))
+        sent = f"A device sends and receives {moved:.3g} Psi elements for Psi parameters."
+        yield [sent, *self.model_lines()]
+        if self.time is not None:
+            yield from self.time.blocks()
 
-    def header(self, width: int = WIDTH) -> list[str]:
+    def header(self) -> str:
         """What the numbers are of."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
-        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        devices = counted(self.num_devices, "device", "devices")
         if self.model_parallel > 1:
             devices += f", {self.model_parallel} for each part of the batch"
-        return wrapped(
+        return (
             f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
-            f"{self.options.stage} over {devices} (data axes: {axes})", "  ", width)  # fmt: skip
+            f"{self.options.stage} over {devices} (data axes: {axes})"
+        )
 
     def model_lines(self) -> list[str]:
         """Of a configuration: its parameters, and what stage 3 gathers of them, which no total has."""
@@ -493,25 +506,6 @@ class Estimate:
             f"{readable_bytes(float(size * math.prod(shape)))}."
         ]
 
-    def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, at most `width` columns wide."""
-        table = _tables.traffic_table(self.traffic)
-        transfers = _tables.transfer_table(self.transfers)
-        moved = float(Fraction(self.elements_moved, self.num_params))
-        sent = f"A device sends and receives {moved:.3g} Psi elements for Psi parameters."
-        return [
-            *self.header(width),
-            "",
-            *_tables.memory_table(self.memory).text(width),
-            "",
-            *(table.text(width) if table else ["A step moves nothing between devices."]),
-            "",
-            *([*transfers.text(width), ""] if transfers else []),
-            *wrapped(sent, "  ", width),
-            *(line for text in self.model_lines() for line in wrapped(text, "  ", width)),
-            *([] if self.time is None else ["", *self.time.lines(width)]),
-        ]
-
 
 def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
     """The roles of some estimates, but for those that only hosts hold."""
@@ -519,19 +513,5 @@ def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
     return list(
         dict.fromkeys(
             row.role for row in rows if row.per_device or not (row.on_host or row.on_disk)
-        )
-    )
-
-
-def _role_bytes(optimizer: str, precision: str, given: BytesPerParam) -> RoleBytes:
-    row = PRECISIONS[precision]
-    params = row.parameters if given.params is None else given.params
-    grads = row.gradients if given.gradients is None else given.gradients
-    state = row.masters + OPTIMIZERS[optimizer] if given.optimizer is None else given.optimizer
-    # By way of text: 0.01 is to be a hundredth, not the nearest binary fraction.
-    return RoleBytes(
-        *(
-            Fraction(str(n))
-            for n in (params, grads, state, min(params, row.compute), min(state, row.masters))
         )
     )

@@ -261,15 +261,10 @@ def _norms(width: int, *names: str, bias: bool = False) -> ParamShapes:
 def _attention(
     c: _Entries, d: int, head_dim: int | None, bias: str, head_norms: bool, old: bool = False
 ) -> ParamShapes:
-    """Its heads may be wider than their share of the input.
+    """Its heads may be wider than their share of the input `d`.
 
-    Args:
-      c: the configuration.
-      d: the width of the model.
-      head_dim: of a head, by default; None for its share.
-      bias: of which projections: 'none', 'qkv', or 'all' if `attention_bias` says so.
-      head_norms: whether queries and keys are normalized.
-      old: whether there are configurations without heads of keys, as of Llama's first models.
+    Biases are those of projections: 'none', 'qkv', or 'all' if `attention_bias` says so. `head_dim` is the
+    default, None for a head's share. `old` models may have no heads of keys (Llama's first).
     """
     heads = c.size("num_attention_heads")
     kv_heads = c.size(

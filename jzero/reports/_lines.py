@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 WIDTH = 80  # columns of a terminal, unless someone says otherwise
 _KEPT = "\N{NO-BREAK SPACE}"
@@ -36,6 +36,16 @@ def wrapped(
             lines[-1] += part
             begun = True
     return [line.replace(_KEPT, " ").rstrip() for line in lines]
+
+
+def prose(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Lines of at most `width` columns; what does not fit goes on two columns deeper than it begins."""
+    found = list[str]()
+    for line in lines:
+        text = line.lstrip(" ")
+        first = " " * (len(line) - len(text))
+        found += wrapped(text, f"{first}  ", width, first)
+    return found
 
 
 def _pieces(word: str, room: int) -> Iterator[str]:

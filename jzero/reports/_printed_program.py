@@ -51,15 +51,9 @@ def as_traced(
     name: str, jaxpr: Jaxpr, plan: StepPlan, mesh: Mapping[str, int],
     arguments: Mapping[str, jax.ShapeDtypeStruct], outputs: Sequence[str],
 ) -> PrintedProgram:  # fmt: skip
-    """A step as it was traced.
+    """A step as it was traced: its arguments and results are the state's leaves, then the others.
 
-    Args:
-      name: of the step.
-      jaxpr: its arguments and results are the state's leaves, then the others.
-      plan: the layouts of the state.
-      mesh: its axes and their sizes.
-      arguments: by path, each leaf other than the state, with its sharding.
-      outputs: the paths of its results other than the state.
+    `arguments` has each leaf other than the state, with its sharding; `outputs` the paths of other results.
     """
     state = tuple(_at_rest(leaf, mesh) for leaf in plan.leaves)
     given = tuple(
@@ -82,16 +76,10 @@ def as_partitioned(
     arguments: Sequence[str],
     outputs: Sequence[str],
 ) -> PrintedProgram:
-    """A step's program of one device, by the partitioner.
+    """A step's program of one device after a pass; of a step of several programs, the one of gradients.
 
-    Args:
-      name: of the step.
-      after: the pass, 'partition' or one behind it.
-      program: of all of the step, or of what computes its gradients.
-      part: which of the step's arguments and results the program has.
-      plan: roles and layouts of the state.
-      arguments: the paths of the step's other arguments.
-      outputs: the paths of its other results.
+    `part` says which of the step's arguments and results it has. `arguments` and `outputs` are the paths of
+    those beside the state.
     """
     state = [(leaf.path, leaf.role) for leaf in plan.leaves]
     takes = [*state, *((path, "") for path in arguments)]

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,10 +21,13 @@ from jzero.offload.schedule._folds import (
     UPDATE,
     WAYS,
     Transfer,
+    transfers,
+    updated_bytes,
 )
-from jzero.reports._lines import WIDTH, wrapped
+from jzero.offload.schedule._ops import Update, flat
+from jzero.offload.schedule._schedule import Schedule
 from jzero.reports._sizes import ACTIVATION
-from jzero.reports._tables import Table
+from jzero.reports._tables import Block, Printed, Table
 from jzero.sharding.analysis._traffic import Collective
 
 BETWEEN, HOST_UPDATE, DISK = "between devices", "host update", "disk"
@@ -34,26 +38,6 @@ _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
 PART_OF = {"forward": FORWARD, "backward": BACKWARD, "": UPDATE}
 # The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
 # update's own operations on a device (of an estimate), and that compute and copies share memory.
-
-
-class Work(NamedTuple):
-    """What a step does on each device; bytes by part and way, of which some follow from the tokens.
-
-    Attributes:
-      operations: by part.
-      nbytes: by part, then by way.
-      token_bytes: of these, what grows with the tokens.
-      tokens: on each device.
-      waits: whether the update runs beside the next step.
-      written: bytes that go to a disk.
-    """
-
-    operations: Mapping[str, int]
-    nbytes: Mapping[str, Mapping[str, int]]
-    token_bytes: Mapping[str, Mapping[str, int]]
-    tokens: int
-    waits: bool
-    written: int
 
 
 class StepPart(NamedTuple):
@@ -78,7 +62,7 @@ class StepPart(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepTime(Printed):
     """The least time of a step at given rates; in each part of it all links are busy at the same time.
 
     Attributes:
@@ -139,8 +123,9 @@ class StepTime:
             "written": self.written, "written_a_day": self.written_a_day,
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
+    def blocks(self) -> Iterator[Block]:
+        yield self.table()
+        yield [*self.remarks()]
 
     def table(self) -> Table:
         """A row for each part, and for the step."""
@@ -191,14 +176,20 @@ class StepTime:
         if self.untimed:
             yield f"Not counted, because no rate was given: {', '.join(self.untimed)}."
 
-    def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, at most `width` columns wide."""
-        remarks = [line for text in self.remarks() for line in wrapped(text, "  ", width)]
-        return [*self.table().text(width), "", *remarks]
 
+def step_time(
+    rates: Rates, operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
+    schedule: Schedule,
+) -> StepTime:  # fmt: skip
+    """The least time of a step at these rates.
 
-def step_time(work: Work, rates: Rates) -> StepTime:
-    """The time of a step that does so much, at these rates."""
+    Args:
+      rates: with a peak.
+      operations: of each device, by part.
+      tokens: on each device; 0 if nobody knows.
+      traffic: between devices.
+      schedule: the operations of the step.
+    """
     assert rates.peak is not None
     speeds = {
         **dict.fromkeys(WAYS, rates.pcie),
@@ -206,28 +197,30 @@ def step_time(work: Work, rates: Rates) -> StepTime:
         HOST_UPDATE: rates.host_update,
         DISK: rates.disk,
     }
+    copied = transfers(schedule)
+    moved = _moved(traffic, copied, updated_bytes(schedule))
     ways = {
-        name: {
-            way: n / speed for way, n in work.nbytes[name].items() if n and (speed := speeds[way])
-        }
+        name: {way: n / speed for way, n in moved[name].items() if n and (speed := speeds[way])}
         for name in PARTS
     }
-    parts = [StepPart(name, work.operations[name] / rates.peak, ways[name]) for name in PARTS]
-    if work.waits:
+    parts = [StepPart(name, operations[name] / rates.peak, ways[name]) for name in PARTS]
+    if any(isinstance(op, Update) and op.delayed for op, _ in flat(schedule.ops)):
         passes = [part.compute + part.exposed for part in parts[:2]]
         parts[2] = parts[2]._replace(beside=sum(passes))
-    moved = {way for part in work.nbytes.values() for way, n in part.items() if n}
     return StepTime(
         tuple(part for part in parts if part.compute or part.ways),
         rates,
         {
-            name: _hides_from(name, work, rates.peak, speeds)
+            name: _hides_from(
+                Fraction(operations[name], tokens * rates.peak), tokens, moved[name], speeds,
+                [x for x in copied if x.part == name and x.what == ACTIVATION],
+            )
             for name in (FORWARD, BACKWARD)
-            if ways[name] and work.tokens
+            if ways[name] and tokens
         },
-        tuple(way for way in speeds if way in moved and not speeds[way]),
-        work.written,
-    )
+        tuple(way for way in speeds if not speeds[way] and any(moved[name].get(way) for name in PARTS)),
+        sum(x.nbytes for x in copied if x.direction == TO_DISK),
+    )  # fmt: skip
 
 
 def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
@@ -239,51 +232,38 @@ def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
     }
 
 
-def work_of(
-    operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
-    transfers: Iterable[Transfer], updated: Mapping[str, int], waits: bool,
-) -> Work:  # fmt: skip
-    """What a step does.
-
-    Args:
-      operations: of each device, by part.
-      tokens: on each device; 0 if nobody knows.
-      traffic: between devices.
-      transfers: between each device and its host.
-      updated: bytes of optimizer state that the host updates for each device, by part.
-      waits: whether it does so beside the next step.
-    """
-    nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
-    token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
-    written = 0
-    for x in transfers:
-        written += x.nbytes * (x.direction == TO_DISK)
+def _moved(
+    traffic: Iterable[Collective], copied: Iterable[Transfer], updated: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """Bytes of each device, by part and link."""
+    moved: dict[str, dict[str, int]] = {part: collections.Counter() for part in PARTS}
+    for x in copied:
         # Reads and writes share a disk.
-        _add(nbytes[x.part], DISK if x.direction in DISK_WAYS else x.direction, x.nbytes)
-        _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
+        moved[x.part][DISK if x.direction in DISK_WAYS else x.direction] += x.nbytes
     for c in traffic:
         # Sums that are taken after the last microbatch are its backward pass's, too.
         part = PART_OF[c.autodiff] if c.op == "all-gather" else BACKWARD
         # An all-reduce is a reduce-scatter and an all-gather.
-        _add(nbytes[part], BETWEEN, c.nbytes * (2 if c.op == "all-reduce" else 1))
+        moved[part][BETWEEN] += c.nbytes * (2 if c.op == "all-reduce" else 1)
     for part, n in updated.items():
-        _add(nbytes[part], HOST_UPDATE, n)
-    return Work(operations, nbytes, token_bytes, tokens, waits, written)
+        moved[part][HOST_UPDATE] += n
+    return moved
 
 
-def _add(sums: dict[str, int], way: str, nbytes: int) -> None:
-    sums[way] = sums.get(way, 0) + nbytes
+def _hides_from(
+    compute: Fraction, tokens: int, moved: Mapping[str, int], speeds: Mapping[str, int | None],
+    activations: Sequence[Transfer],
+) -> int | None:  # fmt: skip
+    """The fewest tokens of which a pass hides all that it moves; `compute` is that of one token.
 
-
-def _hides_from(name: str, work: Work, peak: int, speeds: Mapping[str, int | None]) -> int | None:
-    """The fewest tokens of which a pass hides all that it moves."""
-    compute = Fraction(work.operations[name], work.tokens * peak)
+    Activations grow with the tokens, and all else is the same for any number of them.
+    """
     least = 0
-    for way, n in work.nbytes[name].items():
+    for way, n in moved.items():
         if not (speed := speeds[way]):
             continue
-        grows = work.token_bytes[name].get(way, 0)
-        each = compute - Fraction(grows, work.tokens * speed)
+        grows = sum(x.nbytes for x in activations if x.direction == way)
+        each = compute - Fraction(grows, tokens * speed)
         if each <= 0:
             return None
         least = max(least, math.ceil(Fraction(n - grows, speed) / each))

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What estimate() and describe() both report, in the same words: bytes by role, traffic by collective.
-
-A `Table` is a value; its text has the lines that fit a terminal.
-"""
+"""What all reports are made of: tables and prose, as text and as HTML; and the tables that several have."""
 
 from __future__ import annotations
 
+import abc
 import html
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from jzero._errors import escaped
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.offload.schedule._folds import Transfer
-from jzero.reports._columns import lay_out
-from jzero.reports._lines import WIDTH
+from jzero.reports._lines import WIDTH, prose, wrapped
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._leaves import LeafPlan
+
+_GAP = 2  # spaces between columns
+_NAME = 20  # columns that names get at least; longer ones have a line of their own
+_REMARK = 20  # columns that remarks need beside the numbers, to stand there
 
 
 class Memory(NamedTuple):
@@ -50,7 +52,7 @@ class Table(NamedTuple):
 
     def text(self, width: int = WIDTH) -> list[str]:
         """Its lines, none wider than `width`, with every number whole."""
-        return lay_out(self.header, self._escaped(), self._prose(), width)
+        return _lay_out(self.header, self._escaped(), self._prose(), width)
 
     def html(self) -> str:
         """The same for a notebook."""
@@ -70,8 +72,38 @@ class Table(NamedTuple):
         return {i for i, title in enumerate(self.header) if i == 0 or not title}
 
     def _escaped(self) -> list[tuple[str, ...]]:
-        """Names may come from files that others wrote."""
+        # Names may come from files that others wrote.
         return [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
+
+
+Block: TypeAlias = Table | list[str] | None
+
+
+class Printed(abc.ABC):
+    """A report that consists of blocks: a table each, or lines of prose. `print` it."""
+
+    @abc.abstractmethod
+    def blocks(self) -> Iterable[Block]:
+        """What the report says; of a block without lines, nothing."""
+
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """The text, at most `width` columns wide, with an empty line between two blocks."""
+        found = list[str]()
+        for block in self.blocks():
+            lines = block.text(width) if isinstance(block, Table) else prose(block or (), width)
+            found += [*[""] * bool(found and lines), *lines]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, whose last expression it is."""
+        return "".join(
+            block.html() if isinstance(block, Table)
+            else f"<pre>{html.escape(chr(10).join(prose(block)))}</pre>"
+            for block in self.blocks() if block
+        )  # fmt: skip
 
 
 def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = True) -> Memory:
@@ -97,11 +129,6 @@ def old_state(rows: Sequence[Memory]) -> Memory:
     )
 
 
-def at_rest(rows: Sequence[Memory]) -> int:
-    """Bytes on each device between steps."""
-    return sum(row.per_device for row in rows if row.at_rest)
-
-
 def elements(traffic: Sequence[Collective], op: str, dtype: str | None = None) -> int:
     """Elements that a step moves by one op, of one dtype or of all."""
     chosen = [c for c in traffic if c.op == op and dtype in (None, c.dtype)]
@@ -120,33 +147,56 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     return Table(("memory", *places, ""), lines)
 
 
+def traffic_rows(traffic: Sequence[Collective]) -> list[dict[str, Any]]:
+    """Collectives of one op, dtype and axes together; those of a `while` apart."""
+    sums = {"elements": "total_elements", "bytes": "nbytes", "times": "times"}
+    found = _summed(traffic, ("op", "dtype", "axes", "each_iteration"), sums)
+    return [row | {"axes": list(row["axes"])} for row in found]
+
+
 def traffic_table(traffic: Sequence[Collective]) -> Table | None:
-    """Elements and bytes by op, dtype and axes, those of a `while` apart; None if nothing moves."""
-    groups: dict[tuple[str, str, str, bool], list[Collective]] = {}
-    for c in traffic:
-        groups.setdefault((c.op, c.dtype, ",".join(c.axes), c.each_iteration), []).append(c)
+    """Elements and bytes by op, dtype and axes; None if nothing moves between devices."""
+    alike = operator.itemgetter("op", "dtype", "axes", "each_iteration")
     rows = [
-        (*key, f"{sum(c.total_elements for c in group):,}",
-         readable_bytes(sum(c.nbytes for c in group)),
-         f"{sum(c.times for c in group)}{' per iteration' * each_iteration}")
-        for (*key, each_iteration), group in sorted(groups.items())
+        (row["op"], row["dtype"], ",".join(row["axes"]), f"{row['elements']:,}",
+         readable_bytes(row["bytes"]), f"{row['times']}{' per iteration' * row['each_iteration']}")
+        for row in sorted(traffic_rows(traffic), key=alike)
     ]  # fmt: skip
     header = ("per step", "dtype", "axes", "elements", "bytes", "times")
     return Table(header, rows) if rows else None
 
 
+def transfer_rows(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
+    """Transfers between device and host, by direction, role and dtype; those of a `while` apart."""
+    sums = {"elements": "elements", "nbytes": "nbytes"}
+    found = _summed(transfers, ("direction", "what", "dtype", "each_iteration"), sums)
+    order = ("direction", "what", "dtype", "elements", "nbytes", "each_iteration")
+    return [{name: row[name] for name in order} for row in found]
+
+
 def transfer_table(transfers: Sequence[Transfer]) -> Table | None:
-    """Elements and bytes by direction, role and dtype, those of a `while` apart; None if nothing crosses."""
-    groups: dict[tuple[str, str, str, bool], list[Transfer]] = {}
-    for x in transfers:
-        groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
+    """Elements and bytes of transfers between device and host; None if there are none."""
     rows = [
-        (*key, f"{sum(x.elements for x in group):,}",
-         readable_bytes(sum(x.nbytes for x in group)) + " per iteration" * each_iteration)
-        for (*key, each_iteration), group in groups.items()
+        (row["direction"], row["what"], row["dtype"], f"{row['elements']:,}",
+         readable_bytes(row["nbytes"]) + " per iteration" * row["each_iteration"])
+        for row in transfer_rows(transfers)
     ]  # fmt: skip
     header = ("per step, each device", "what", "dtype", "elements", "bytes")
     return Table(header, rows) if rows else None
+
+
+def _summed(
+    found: Sequence[Any], alike: Sequence[str], sums: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """A row for all that have some attributes alike, in the order of the first of each; others are summed."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for x in found:
+        groups.setdefault(tuple(getattr(x, name) for name in alike), []).append(x)
+    return [
+        dict(zip(alike, key, strict=True))
+        | {name: sum(getattr(x, summed) for x in group) for name, summed in sums.items()}
+        for key, group in groups.items()
+    ]
 
 
 _AT: dict[str, Callable[[Memory], int]] = {
@@ -163,3 +213,82 @@ def _memory_row(
 ) -> tuple[str, ...]:
     sums = [sum(map(_AT[place], rows)) for place in places]
     return (title, *map(readable_bytes, sums), note)
+
+
+# -- layout of a table -----------------------------------------------------------------------------------
+
+
+def _lay_out(
+    header: Sequence[str], rows: Sequence[Sequence[str]], texts: Collection[int], width: int
+) -> list[str]:
+    """The lines of a table; column 0 has names, other `texts` remarks, and the rest numbers.
+
+    If it is wider than `width`, words of the header stand below each other. If that is not enough, remarks
+    take several lines, long names have lines of their own, and numbers left over a second table.
+    """
+    grid = [header, *rows]
+    columns = list(range(len(header)))
+    for titles in (
+        [[title] for title in header],
+        [_stacked(*column) for column in zip(*grid, strict=True)],
+    ):
+        widths = [max(map(len, [*titles[i], *(row[i] for row in rows)])) for i in columns]
+        if sum(widths) + _GAP * (len(columns) - 1) <= width:
+            return [*_grid(titles, rows, columns, widths, texts)]
+    groups = _groups([i for i in columns if i not in texts], widths, width - min(widths[0], _NAME))
+    longest, lines = widths[0], list[str]()
+    for group in groups:
+        widths[0] = min(longest, width - sum(widths[i] + _GAP for i in group))
+        remarks = [i for i in texts if i and group is groups[-1]]
+        lines += [""] * bool(lines)
+        lines += _grid(titles, rows, [0, *group], widths, texts, remarks, width)
+    return lines
+
+
+def _stacked(title: str, *cells: str) -> list[str]:
+    """The words of a title below each other, in as many columns as its cells take, or two lines."""
+    return wrapped(title, width=max([3 * len(title) // 5, *map(len, [*cells, *title.split()])]))
+
+
+def _groups(numbers: Sequence[int], widths: Sequence[int], room: int) -> list[list[int]]:
+    """As many columns together as fit into `room`, at least one."""
+    groups: list[list[int]] = [[]]
+    for i in numbers:
+        if groups[-1] and sum(widths[j] + _GAP for j in [*groups[-1], i]) > room:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+def _grid(
+    titles: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], columns: Sequence[int],
+    widths: Sequence[int], texts: Collection[int], remarks: Sequence[int] = (), width: int = 0,
+) -> Iterator[str]:  # fmt: skip
+    """Some columns, and below each row its `remarks`."""
+
+    def line(cells: Sequence[str]) -> str:
+        placed = [
+            cells[i].ljust(widths[i]) if i in texts else cells[i].rjust(widths[i]) for i in columns
+        ]
+        return (" " * _GAP).join(placed).rstrip()
+
+    height = max(len(titles[i]) for i in columns)
+    for level in range(height):
+        # The words of a short title stand above its numbers, in the last lines.
+        above = [["", *title][max(0, level - height + len(title) + 1)] for title in titles]
+        yield line(above)
+    for row in rows:
+        if len(row[0]) > widths[0]:
+            yield from wrapped(row[0], "  ", width)
+            row = ["", *row[1:]]
+        remark = "".join(row[i] for i in remarks)
+        at = sum(widths[i] + _GAP for i in columns)
+        yield from _with_remark(line(row), remark, at, width)
+
+
+def _with_remark(line: str, remark: str, at: int, width: int) -> list[str]:
+    """A row and its remark: beside it, in several lines if need be, or below."""
+    if width - at < _REMARK:
+        return [line, *(wrapped(remark, "    ", width, "    ") if remark else [])]
+    first, *more = wrapped(remark, width=width - at)
+    return [f"{line:<{at}}{first}".rstrip(), *(" " * at + each for each in more)]
