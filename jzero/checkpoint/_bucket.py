@@ -142,7 +142,6 @@ class Bucket:
         return there.version
 
     def remove_if(self, name: str, version: bytes) -> None:
-        """Removes an object if it still has this version."""
         self._wait(name, "removed", self._open.write(name, None, if_equal=version))
 
     def names(self, below: str = "") -> list[str]:
@@ -164,15 +163,10 @@ class Bucket:
     def upload(
         self, files: Mapping[str, Path], owns: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """Writes files as objects; at most `_IN_FLIGHT` bytes, or one file, in memory.
+        """Writes files as objects, by their names; at most `_IN_FLIGHT` bytes, or one file, in memory.
 
-        Args:
-          files: by the objects' names.
-          owns: called before an object is replaced, after the look at it; raises `Lost` if others write here.
-          check: called before each.
-
-        Raises:
-          Lost: another one is there.
+        `check` is called before each; `owns` before an object is replaced, after the look at it. It raises
+        `Lost` if others write here.
         """
 
         def begin(name: str) -> Any:

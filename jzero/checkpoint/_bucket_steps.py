@@ -47,12 +47,9 @@ _MANIFEST = "manifest.ocdbt"
 
 
 def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
-    """The directory of steps that a path or URL names.
+    """The directory of steps that a path or URL names; `who` is whom messages name.
 
-    Args:
-      who: whom messages name.
-      path: of it.
-      staging: where a process writes what it uploads; by default in the system's temporary directory.
+    What goes to a bucket is written to `staging` first, by default in the system's temporary directory.
 
     Raises:
       OptionError: it names none.

@@ -19,12 +19,8 @@ MIN_BYTES = 2**20
 def chunk_shape(shape: Sequence[int], shard_shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Chunks of 1 to 16 MiB, or of a whole shard that is smaller; of whole rows, if possible.
 
-    No chunk has parts of two shards, but where a shard has a large prime size in its only dim.
-
-    Args:
-      shape: the leaf's.
-      shard_shape: each device's part, padding included; smaller than `shape` in the dims that are sharded.
-      itemsize: bytes of an element.
+    No chunk has parts of two shards, but where a shard has a large prime size in its only dim. `shard_shape`
+    is each device's part, padding included; it is smaller than `shape` in the dims that are sharded.
     """
     shard = [max(size, 1) for size in shard_shape]
     sharded = [part < size for part, size in zip(shard_shape, shape, strict=True)]

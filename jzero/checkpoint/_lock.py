@@ -125,9 +125,7 @@ class Lock:
     def check(self, who: str, *, now: bool = True) -> None:
         """That this process has it still: after a long sleep, another one may.
 
-        Args:
-          who: whom messages name.
-          now: ask; else it may have been seen so recently that nobody can have taken it since.
+        Not `now`: it suffices that it was seen so recently that nobody can have taken it since.
 
         Raises:
           CheckpointError: it has not.
@@ -174,11 +172,9 @@ class Lock:
         self.remove(holder)
 
     def read(self) -> Holder | None:
-        """What is found; None if nothing is there."""
         return Holder(_read(self._path)) if self._is_there() else None
 
     def beat(self, owner: Owner) -> None:
-        """Shows that the owner lives."""
         os.utime(self._path, follow_symlinks=False)
 
     def remove(self, holder: Holder) -> None:

@@ -33,7 +33,6 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def name_at(path: Any) -> str:
-    """The name of the leaf at a path of keys."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "state"
 
 

@@ -155,7 +155,7 @@ async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> j
     if not of_keys and store.dtype.numpy_dtype != arg.dtype:
         store = tensorstore.cast(store, arg.dtype)
     indices = arg.sharding.addressable_devices_indices_map(shape).values()
-    boxes = list(dict.fromkeys(_ends(index or (), shape) for index in indices))
+    boxes = list(dict.fromkeys(ends_of(index or (), shape) for index in indices))
     nbytes = sum(_nbytes(ends, store.dtype.numpy_dtype.itemsize) for ends in boxes)
     taken = await budget.take(nbytes)
     try:
@@ -163,7 +163,7 @@ async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> j
         parts = dict(zip(boxes, found, strict=True))
         with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
             array = jax.make_array_from_callback(
-                shape, arg.sharding, lambda index: parts[_ends(index or (), shape)]
+                shape, arg.sharding, lambda index: parts[ends_of(index or (), shape)]
             )
         # What is not yet on its device needs memory here.
         await asyncio.to_thread(array.block_until_ready)
@@ -197,7 +197,7 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _ends(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def ends_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

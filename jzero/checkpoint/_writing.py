@@ -148,7 +148,9 @@ class Writing:
             return [(_slices(box), data) for box, data in x.own_parts(x.parts())]
         if isinstance(x, jax.Array):
             shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-            return [(_slices(_ends(shard.index, x.shape)), shard.data) for shard in shards]
+            return [
+                (_slices(_reading.ends_of(shard.index, x.shape)), shard.data) for shard in shards
+            ]
         return [(_slices([(0, n) for n in x.shape]), x)] if jax.process_index() == 0 else []
 
     async def _write(self, copied: Callable[[], Any]) -> None:
@@ -233,7 +235,7 @@ def _pieces_of_processes(
         return []
     owners: dict[tuple[tuple[int, int], ...], int] = {}
     for device, index in sharding.devices_indices_map(tuple(padded)).items():
-        owners.setdefault(_ends(index, padded), device.process_index)
+        owners.setdefault(_reading.ends_of(index, padded), device.process_index)
     pieces = [
         (process, piece)
         for ends, process in owners.items()
@@ -270,10 +272,6 @@ def _true(box: Box, shape: Sequence[int]) -> Box | None:
     sides = zip(box, shape, strict=True)
     cut_off = tuple(slice(side.start, min(side.stop, size)) for side, size in sides)
     return cut_off if min(_sizes(cut_off), default=1) > 0 else None
-
-
-def _ends(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(side.indices(size)[:2] for side, size in zip(index, shape, strict=True))
 
 
 def _slices(ends: Sequence[tuple[int, int]]) -> Box:

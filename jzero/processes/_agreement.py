@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import time
 import zlib
@@ -28,7 +29,6 @@ import numpy as np
 from jzero._errors import ProcessError, message
 from jzero.processes import _unlike
 from jzero.processes._call_log import FAILS, MEETS, CallLog
-from jzero.processes._forks import check_not_forked
 from jzero.processes._unlike import PROGRAM, Sections
 from jzero.processes._watch import Room, try_get, watch
 from jzero.tracing import _jaxpr
@@ -43,6 +43,7 @@ _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 2e-4, 0.1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a jaxpr: every process has its own
 _meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
 _last_meeting: dict[tuple[int, ...], tuple[int, float]] = {}  # its call, and when it was
+_forked = False  # whether this process is a child of one that had used JAX's devices
 
 
 def check(who: str) -> None:
@@ -51,8 +52,22 @@ def check(who: str) -> None:
     Raises:
       ProcessError: this process is a forked child, or others have called something else.
     """
-    check_not_forked(who)
+    if _forked:
+        raise ProcessError(message(
+            who, f"process {os.getpid()} was forked from one that had already used JAX's devices",
+            "A forked child has none of the threads of JAX's backends: what it asks of a device never ends.",
+            "Start it with multiprocessing.get_context('spawn') or 'forkserver', or keep jzero out of it: "
+            "data loaders may fork."))  # fmt: skip
     watch.check()
+
+
+def _note_fork() -> None:
+    global _forked
+    # Forking itself is fine: data loaders do it, and their children touch no device.
+    _forked = _forked or _jaxpr.has_backends()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Agreement(NamedTuple):
@@ -70,15 +85,10 @@ class Agreement(NamedTuple):
 def agree(
     who: str, mesh: Any, sections: Callable[[], Sections], about: Callable[[], Sections] | None = None
 ) -> Agreement:  # fmt: skip
-    """Waits until all processes of the mesh have come here, and compares what they bring.
+    """Waits until all processes of the mesh have come here, and compares the `sections` that they bring.
 
-    Returns at once where there is one process, or no `jax.distributed`.
-
-    Args:
-      who: what the user called.
-      mesh: the mesh on which it runs.
-      sections: what this process is about to start.
-      about: what is known of it before `sections` are made, which may take long.
+    Returns at once where there is one process, or no `jax.distributed`. `about` is what is known before
+    `sections` are made, which may take long.
 
     Raises:
       ProcessError: processes bring different things, or do not come within `PATIENCE_SECONDS`.
@@ -164,12 +174,8 @@ def note(who: str, mesh: Any) -> None:
 def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) -> None:
     """Makes sure that all processes, of `jax.distributed` or a mesh, have made the same calls so far.
 
-    It costs a millisecond or two, and waits for those that have yet to come.
-
-    Args:
-      who: what the user called; all processes call it.
-      about: with what, which must be the same too.
-      mesh: the mesh on which they call it, if it is not for all processes.
+    It costs a millisecond or two, and waits for those that have yet to come. What `about` says of this call
+    must be the same, too. Without a mesh it is for all processes.
 
     Raises:
       ProcessError: they have not, or do not come within `PATIENCE_SECONDS`.

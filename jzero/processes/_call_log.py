@@ -128,9 +128,7 @@ class Difference:
 def first_difference(logs: Mapping[int, Copy], after: int = 0) -> Difference | None:
     """The first call, of those that several processes have made, in which they differ.
 
-    Args:
-      logs: by process.
-      after: a call up to which they are known to be alike.
+    Up to the call `after` they are known to be alike.
     """
     if _all_alike(list(logs.values()), after):
         return None

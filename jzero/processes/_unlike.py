@@ -48,12 +48,10 @@ def in_a_call(
 
 
 def pack(sections: Sections) -> bytes:
-    """The sections, to be sent."""
     return zlib.compress(json.dumps(sections).encode())
 
 
 def unpack(packed: bytes) -> Sections:
-    """What was packed."""
     return json.loads(zlib.decompress(packed))
 
 

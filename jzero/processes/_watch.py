@@ -145,7 +145,6 @@ class Watch:
         return self._rooms[processes]
 
     def look_soon(self) -> None:
-        """Tells the others at once."""
         self._wake.set()
 
     def check(self) -> None:

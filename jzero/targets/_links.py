@@ -88,7 +88,6 @@ class CollectiveTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.latency + self.wire
 
 

@@ -36,7 +36,6 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all."""
         return self.hosts * self.per_host
 
 
@@ -118,7 +117,6 @@ class Target:
 
 
 def find_target(who: str, name: str) -> Target:
-    """The target of that name."""
     if name not in TARGETS:
         raise OptionError(message(
             who, f"target={name!r}", f"There are {', '.join(TARGETS)}.",
