@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from jax.experimental import topologies
 
 from jzero._errors import MeshError, OptionError, message
 from jzero._quantities import BANDWIDTH_RULE, parse_bandwidth, readable_rate
+from jzero.reports._checks import is_size
 from jzero.targets._links import level_along, with_links
 from jzero.targets._target import Target, Topology, find_target
 from jzero.tracing import _jaxpr
@@ -97,7 +97,7 @@ def mesh_of(
 def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -> dict[str, int]:
     """The axes of the mesh, if they make up the topology's devices; one axis 'data' by default."""
     axes = {"data": topology.num_devices} if axes is None else axes
-    if not isinstance(axes, Mapping) or not all(map(_is_size, axes.values())):
+    if not isinstance(axes, Mapping) or not all(map(is_size, axes.values())):
         raise MeshError(message(
             who, f"axes={axes!r}", "They map the names of mesh axes to their sizes, ints from 1.",
             f"Write axes={{'data': {topology.num_devices}}}."))  # fmt: skip
@@ -108,10 +108,6 @@ def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -
             f"The axes' sizes must multiply to {topology.num_devices}.",
             "Correct one of the two."))  # fmt: skip
     return axes
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def with_bandwidth(

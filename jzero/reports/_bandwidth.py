@@ -156,8 +156,7 @@ class BandwidthReport(Printed):
             "update on a device, bytes of optimizer state": self.device_update,
         }
         yield Table(
-            ("other", "rate"),
-            [(name, readable_rate(rate)) for name, rate in others.items()],
+            ("other", "rate"), [(name, readable_rate(rate)) for name, rate in others.items()]
         )
 
     def remarks(self) -> Iterator[str]:

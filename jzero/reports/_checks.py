@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from jzero._errors import OptionError, message
 from jzero._numbers import Rates, Workload
@@ -22,17 +21,17 @@ _SHAPE = ("tokens", "layers", "width")
 
 def data_axes(devices: Any) -> dict[str, int] | None:
     """Names and sizes of the axes; None for what is neither a number of devices nor a mesh."""
-    if _is_size(devices):
+    if is_size(devices):
         return {"data": int(devices)}
     sizes = devices if isinstance(devices, Mapping) else getattr(devices, "shape", None)
     if not isinstance(sizes, Mapping) or not sizes:
         return None
-    fits = all(isinstance(name, str) and _is_size(size) for name, size in sizes.items())
+    fits = all(isinstance(name, str) and is_size(size) for name, size in sizes.items())
     return dict(sizes) if fits else None
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
+def is_size(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check(
@@ -47,7 +46,7 @@ def check(
         bad.append(
             f"devices={devices!r} is no int from 1, and does not map names of axes to their sizes"
         )
-    if not _is_size(model_parallel):
+    if not is_size(model_parallel):
         bad.append(f"model_parallel={model_parallel!r} is not an int from 1")
     for name, value, known in (
         ("optimizer", optimizer, OPTIMIZERS),

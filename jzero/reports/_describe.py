@@ -51,7 +51,6 @@ from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Replicated
-from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr
@@ -334,12 +333,13 @@ class Report(Printed):
     @property
     def memory(self) -> tuple[Memory, ...]:
         """Stored bytes of each role; what lives within a step is known to the compiler only."""
-        roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
-        return tuple(
-            memory_of(role, leaves, f"{_num_sharded(leaves)} of {len(leaves)} leaves sharded")
-            for role, leaves in roles.items()
-            if leaves
-        )
+        rows, plan = [], self.plan
+        read = [leaf for i, leaf in enumerate(plan.leaves) if i not in plan.unread]
+        for role in (PARAMETER, OPTIMIZER, OTHER):
+            if leaves := [leaf for leaf in read if leaf.role == role]:
+                sharded = sum(not isinstance(leaf.layout, Replicated) for leaf in leaves)
+                rows.append(memory_of(role, leaves, f"{sharded} of {len(leaves)} leaves sharded"))
+        return tuple(rows)
 
     @property
     def loops(self) -> Loops | None:
@@ -366,11 +366,6 @@ class Report(Printed):
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
         return _tables.elements(self.traffic, op, dtype)
-
-    def _leaves_of(self, role: str) -> list[LeafPlan]:
-        """Those that the step reads."""
-        leaves, unread = self.plan.leaves, self.plan.unread
-        return [leaf for i, leaf in enumerate(leaves) if leaf.role == role and i not in unread]
 
     @property
     def exact(self) -> list[tuple[str, str]]:
@@ -532,7 +527,3 @@ def _looped(
 def _split_dims(spec: PartitionSpec) -> SplitDims:
     dims = tuple(dim for dim, axes in enumerate(spec) if axes)
     return dims if len(dims) > 1 else dims[0] if dims else None
-
-
-def _num_sharded(leaves: Sequence[LeafPlan]) -> int:
-    return sum(not isinstance(leaf.layout, Replicated) for leaf in leaves)

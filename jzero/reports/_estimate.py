@@ -17,24 +17,11 @@ from jzero._numbers import BytesPerParam, Rates, Workload
 from jzero._option_groups import Axes, Comm, Microbatches, refuse_fields
 from jzero._options_of import options_of
 from jzero._policy import Memory, Policy
-from jzero._quantities import (
-    BYTES_RULE,
-    parse_bytes,
-    parse_count,
-    readable_bytes,
-    readable_count,
-)
+from jzero._quantities import BYTES_RULE, parse_bytes, parse_count, readable_bytes, readable_count
 from jzero._unknown_options import refuses_unknown_options
 from jzero.offload.schedule._folds import Transfer, transfers, updated_bytes
 from jzero.reports import _tables, _within
-from jzero.reports._checks import (
-    WHO,
-    check,
-    check_offload,
-    check_rates,
-    check_workload,
-    data_axes,
-)
+from jzero.reports._checks import WHO, check, check_offload, check_rates, check_workload, data_axes
 from jzero.reports._hf_config import Model, read_model
 from jzero.reports._scaled import ScaledStep
 from jzero.reports._sizes import RoleBytes, role_bytes

@@ -223,11 +223,7 @@ class _Entries:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self._entries.get(key, default)
-        if type(value) is not bool:
-            raise _refused(key, value, "It is true or false.")
-        return value
+        return bool(self.of_kind(key, bool, default, "true or false"))
 
     def says(self, key: str) -> bool:
         """Whether there is an entry, or null."""
