@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A directory in a bucket (`s3://`, `gs://`): objects are read, written and removed whole, by tensorstore.
 
-An object is there wholly or not at all, and a write may depend on what is there: that is all that what is
-built on it takes for granted. Requests are tried again by tensorstore.
+An object exists as a whole or not at all, and a write may be conditional: nothing else is relied on.
+tensorstore retries requests.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _FEW = _IN_FLIGHT // 16  # of an object that is small, as far as is known
 
 
 class Object(NamedTuple):
-    """What an object holds, and the version that a write may depend on."""
+    """An object's content, and the version that a conditional write names."""
 
     data: bytes
     version: bytes
 
 
 class Lost(Exception):
-    """A conditional write came after another one: the object is not what it was."""
+    """A conditional write was too late: the object is not what it was."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Bucket:
                 self._replace(name, files[name].read_bytes(), owns)
 
     def _replace(self, name: str, data: bytes, owns: Callable[[], None]) -> None:
-        """Writes over what one that is dead has left, and over nothing that came after `owns`.
+        """Replaces what a dead process has left, and nothing that came after `owns`.
 
         Raises:
           Lost: others write here.
@@ -195,7 +195,7 @@ class Bucket:
         raise Lost(f"{self / name}")
 
     def cut_short(self, sizes: Mapping[str, int]) -> list[str]:
-        """Of objects of these sizes those that are not there, or have fewer bytes."""
+        """Those of some objects that do not exist, or are smaller than these sizes."""
 
         def is_whole(name: str, future: Any) -> bool:
             try:

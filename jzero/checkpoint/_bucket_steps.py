@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A directory of steps in a bucket: each process writes a local folder, and uploads it behind training.
 
-[Note: steps in buckets] What makes a step count is the object of its seal. Before anything is uploaded,
-process 0 writes there that it has begun the step (`claim`); the seal replaces that claim and nothing else.
-Who goes on after a dead process replaces the claim first: should that process come back to life, the seal
-that it is about to write finds another claim. It may come back within any request, and then:
+[Note: steps in buckets] A step is committed by its manifest, an object (see `_seal`). Before anything is
+uploaded, process 0 writes there that it has begun the step (`claim`); the manifest replaces that claim and
+nothing else. A process that goes on after a dead one replaces the claim first: if the dead one comes back to
+life, the manifest that it is about to write finds another claim. It may come back within any request, and
+then:
 
-* S3 removes under no condition. So of a step that may be written again only data files are removed, whose
-  names are random; all of a step goes once a later one is sealed, since then nobody writes it again.
-* An object is written only where none is, or in place of what was there before the writer looked whether
-  the claim is still its own: not in place of what the next one has written after it replaced the claim.
+* S3 cannot remove conditionally. So of a step that may be written again only data files are removed, whose
+  names are random. All of a step is removed once a later one is committed, since then nobody writes it again.
+* An object is written only where none exists, or in place of what existed before the writer checked that the
+  claim is still its own: never in place of what the next writer has written after it replaced the claim.
 
-The lock's object has the steps that may be there, since to list a bucket is to list all objects of all steps:
-one is noted before it is claimed, and forgotten when nothing of it is there any more.
+The lock's object names the steps that may exist, since to list a bucket is to list all objects of all steps.
+A step is noted there before it is claimed, and forgotten when none of its objects is left.
 
-So no byte of a sealed step changes. What is left is one request: that which makes the seal of a step that is
-to go a claim again. Who stands still there beyond its lease removes an old step, or one that it could not
-acknowledge, though the next writer wanted to keep it. And S3's version of an object is a digest: if a dead
-one, and the next one after it, write the same bytes as a description, who stands still in between, about to
-write other bytes, replaces them. Held by tests/test_buckets.py and tests/test_bucket_faults.py.
+So no byte of a committed step changes. One request remains: the one that makes the manifest of a step that is
+to be removed a claim again. A process that stalls there beyond its lease removes an old step, or one whose
+commit it could not confirm, though the next writer wanted to keep it. And S3's version of an object is a
+digest: if a dead process and the one after the next write the same bytes as a description, a process that
+stalls in between, about to write other bytes, replaces them. Held by tests/test_buckets.py and
+tests/test_bucket_faults.py.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class BucketSteps(Steps):
         self._forget()
 
     def _forget(self) -> None:
-        """What is known only as long as no other process writes."""
+        """Forgets what holds only as long as no other process writes."""
         self._is_unknown = True
         self._may_lag = False  # whether the steps are those of a list of objects
         self._latest: int | None = None
@@ -86,7 +88,7 @@ class BucketSteps(Steps):
         return ObjectLock(self.where)
 
     def open(self) -> None:
-        """Finds out whether the bucket is there and may be read: to read an object does not tell."""
+        """Checks that the bucket exists and may be read, which reading one object does not tell."""
         self.where.names(_lock.NAME)
 
     def is_there(self, step: int) -> bool:
@@ -112,7 +114,7 @@ class BucketSteps(Steps):
         return self._folder(step)
 
     def claim(self, who: str, step: int) -> str:
-        """Says where the seal is to be that this process has begun a step: so no other can seal it."""
+        """Claims a step where its manifest is to be, so that no other process can commit it."""
         if self.lock.ensure(who):  # Others may have written since what is remembered.
             self._forget()
         if self._is_unknown:
@@ -167,7 +169,7 @@ class BucketSteps(Steps):
             self._tidy(who, step, files)
 
     def _tidy(self, who: str, step: int, files: Mapping[str, File]) -> None:
-        """Removes what nobody writes again now that a step is sealed, and that belongs to none."""
+        """Removes what belongs to no step, and what nobody writes again now that this one is committed."""
         if step in self._uncleared:
             self._uncleared.discard(step)
             there = self.where / str(step)
@@ -177,7 +179,7 @@ class BucketSteps(Steps):
                 self.remove(who, older)
 
     def discard(self, step: int) -> None:
-        """Of one that this process has begun; what cannot be removed now is when the next one begins."""
+        """Removes a step that this process has begun; what is left is removed when the next one begins."""
         shutil.rmtree(self._folder(step), ignore_errors=True)
         if step in self._claims:  # Else somebody else may have saved it.
             self._uncleared.add(step)
@@ -212,7 +214,7 @@ class BucketSteps(Steps):
             self.__dict__.pop("_staging").close()
 
     def _upload(self, who: str, step: int, owner: str) -> dict[str, File]:
-        """Moves the files of this process into the bucket; what a seal says of them."""
+        """Moves the files of this process into the bucket; what the manifest says of them."""
         folder = self._folder(step)
         files = _seal.files_in(folder)
         with self._not_lost(who, step):
@@ -225,7 +227,7 @@ class BucketSteps(Steps):
         return files
 
     def _put_together(self, step: int) -> dict[str, File]:
-        """What a seal says of the files that have been written in the bucket."""
+        """What the manifest says of the files that were written in the bucket itself."""
         if jax.process_count() == 1:
             return {}
         bucket = self.where / str(step)
@@ -254,9 +256,9 @@ class BucketSteps(Steps):
         return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
-        """Those that the lock's object has; where it is not, nothing but a list of all objects tells.
+        """Those that the lock's object names; without it only a list of all objects tells.
 
-        Not those that this process has begun and could not end, as long as no other writes.
+        Without those that this process has begun and could not end, as long as no other process writes.
         """
         steps, is_own = self.lock.noted()
         if steps is not None:

@@ -105,7 +105,7 @@ def publish(final: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Removes a directory; whoever is interrupted leaves nothing that looks like it."""
+    """Removes a directory; an interrupted removal leaves nothing that looks like it."""
     trash = directory.with_name(f"{directory.name}.removed{UNFINISHED}")
     discard(trash)
     os.rename(directory, trash)
@@ -122,7 +122,7 @@ def discard(path: Path) -> None:
 
 
 def try_lock(fd: int) -> bool | None:
-    """Whether this process has the lock of an open file or directory; None on a file system without locks."""
+    """Whether this process locked an open file or directory; None on a file system without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The right to write in a directory of steps: one process at a time has it.
+"""The lock of a directory of steps: one process at a time writes there.
 
-Whoever has it says so in a file or, in a bucket, in an object, and shows every few seconds that it lives. The
-right is taken from a process that is certainly dead: one of this machine that runs no more, or one that has
-shown nothing for minutes.
+Its holder is named in a file or, in a bucket, in an object, and updates it every few seconds. Others take the
+lock of a holder that is certainly dead: a process of this machine that no longer runs, or one that has
+updated nothing for minutes.
 """
 
 from __future__ import annotations
@@ -63,22 +63,20 @@ class Owner(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What is found of who has the right; all but the owner in a bucket only."""
+    """Who holds a lock; in a file system only the owner is known."""
 
-    owner: Owner | None  # None if it cannot be told
+    owner: Owner | None  # None if unknown
     version: bytes = b""  # of the object
-    steps: list[int] | None = (
-        None  # those that may be there; None if only a list of objects can tell
-    )
-    beat: int = 0  # how often it has shown that it lives
-    free: bool = False  # It was given back.
+    steps: list[int] | None = None  # that may exist; None if only a list of objects can tell
+    beat: int = 0  # heartbeats so far
+    free: bool = False  # It was released.
 
 
 class Lock:
-    """The right to write in a directory, once it is acquired; `ObjectLock` is one in a bucket.
+    """The lock of a directory in a file system; `ObjectLock` is that of a bucket.
 
-    It is a file that is there while somebody has the right, touched to show that its owner lives. What those
-    leave who die while they take it is removed with unfinished steps.
+    It is a file that exists while a process holds the lock, which touches it. What processes leave that die
+    while they take it is removed with unfinished steps.
     """
 
     def __init__(self, directory: Path | Bucket):
@@ -96,14 +94,14 @@ class Lock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it, as far as it knows."""
+        """Whether this process holds it, as far as it knows."""
         return self._owner is not None
 
     def ensure(self, who: str) -> bool:
-        """Takes the right, also from a process that is dead; False if this process has it already.
+        """Acquires the lock, also that of a dead process; False if this process holds it already.
 
         Raises:
-          CheckpointError: another one has it.
+          CheckpointError: another process holds it.
         """
         if self.is_held and self._is_there():
             self.check(who, now=False)
@@ -123,12 +121,12 @@ class Lock:
         return True
 
     def check(self, who: str, *, now: bool = True) -> None:
-        """That this process has it still: after a long sleep, another one may.
+        """Checks that this process still holds the lock: after a long sleep another one may.
 
-        Not `now`: it suffices that it was seen so recently that nobody can have taken it since.
+        Without `now` it suffices that it did so recently that nobody can have taken it since.
 
         Raises:
-          CheckpointError: it has not.
+          CheckpointError: it does not.
         """
         if self._owner is None or not self._has(self._owner, now):
             holder = self.holder()
@@ -140,7 +138,7 @@ class Lock:
                 "End one of the two, or save to another directory."))  # fmt: skip
 
     def release(self) -> None:
-        """Gives it back, if this process has it."""
+        """Releases the lock, if this process holds it."""
         self._ended.set()
         owner, self._owner = self._owner, None
         _held.discard(owner.token if owner else "")
@@ -148,12 +146,12 @@ class Lock:
             self._give_back(owner)
 
     def holder(self) -> Holder | None:
-        """Who has the right; None if nobody does."""
+        """Who holds the lock; None if nobody does."""
         found = self.read()
         return None if found is None or found.free else found
 
     def _make_way(self, who: str) -> None:
-        """Ends the right of a dead process.
+        """Removes the lock of a dead process.
 
         Raises:
           CheckpointError: it may be alive.
@@ -178,7 +176,7 @@ class Lock:
         os.utime(self._path, follow_symlinks=False)
 
     def remove(self, holder: Holder) -> None:
-        """Ends the right of a holder; somebody else may do so just now: what was moved is looked at."""
+        """Removes a holder's lock; another process may do so just now, so what was moved is checked."""
         moved = self._beside(uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
             if _files.kind(self._path) != "a file":
@@ -199,7 +197,7 @@ class Lock:
         return _read(self._path) == owner
 
     def _take(self, who: str, owner: Owner) -> bool:
-        """Takes what nobody has; whether it did."""
+        """Takes a free lock; False if another process was faster."""
         if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
             raise CheckpointError(message(
                 who, f"{self} is {kind}", "A writer holds a regular file of that name.",
@@ -233,14 +231,15 @@ class Lock:
 
 
 class ObjectLock(Lock):
-    """An object in a bucket, never removed, and rewritten only as what it was when it was read.
+    """An object in a bucket, never removed, and replaced only if it is still what was read.
 
-    Nobody compares clocks: the holder counts beats in it, and who wants the right watches by its own clock
-    that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
+    No clocks are compared: the holder counts heartbeats in the object, and whoever waits for the lock checks
+    by its own clock that nothing changes. A holder that has slept takes its lock for lost before others may
+    take it.
 
     Attributes:
-      steps: of the holder, those that may be there, which it writes with each beat: a list of a bucket would
-        have every object of them. None if it did not find out yet.
+      steps: that may exist, as the holder writes them with each heartbeat: a list of a bucket would have
+        every object of all steps. None if that is not known yet.
     """
 
     def __init__(self, bucket: Bucket):
@@ -287,7 +286,7 @@ class ObjectLock(Lock):
         return True
 
     def _check_conditions(self, who: str, owner: Owner, old: bytes) -> None:
-        """That a write whose condition does not hold fails, as others rely on.
+        """Checks that a write whose condition does not hold fails: the lock relies on it.
 
         Raises:
           CheckpointError: it does not.
@@ -304,7 +303,7 @@ class ObjectLock(Lock):
                 "Use an endpoint that honours them, or save to a file system."))  # fmt: skip
 
     def _age(self, holder: Holder) -> float:
-        """Watches it, until it changes or for as long as a dead process is believed to live."""
+        """Watches the object until it changes, or for as long as a holder may be silent."""
         start = time.monotonic()
         while (age := time.monotonic() - start) < EXPIRES:
             time.sleep(min(_LOOK, EXPIRES - age))
@@ -318,7 +317,7 @@ class ObjectLock(Lock):
             self._rewrite(owner, release=True)
 
     def _rewrite(self, owner: Owner, *, release: bool = False) -> bool:
-        """Counts a beat, if it still is this owner's; whether it is."""
+        """Counts a heartbeat, if the lock is still this owner's; whether it is."""
         while True:
             start, found = _now(), self.read()
             if found is None or found.owner != owner:
@@ -333,7 +332,7 @@ class ObjectLock(Lock):
 
 
 def unlock(who: str, directory: Path | Bucket) -> str:
-    """Ends the right of a process that is dead, as the caller knows; who had it.
+    """Removes the lock of a process that the caller knows to be dead; who held it.
 
     Raises:
       CheckpointError: nobody has it, or a process of this machine that runs.
@@ -433,7 +432,7 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """Who has the right; None if nobody does, or it cannot be told."""
+    """Who holds the lock; None if nobody does, or if it is unknown."""
     try:
         return Owner.of(_json.read("lock", path, follow=False))
     except CheckpointError:
@@ -441,7 +440,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _runs(owner: Owner) -> bool | None:
-    """Whether a process runs; None if that cannot be told from here."""
+    """Whether a process runs; None if this machine cannot know."""
     if owner.world is None or owner.world != _world():
         return None
     if owner.pid == os.getpid():

@@ -103,7 +103,7 @@ def sealed(bucket: Bucket) -> tuple[Object, Seal] | None:
 
 
 def is_claim(found: Object | None) -> bool:
-    """Whether an object says, where a seal is to be, that somebody has begun to write or to remove."""
+    """Whether an object is a claim: a process has begun to write or to remove the step."""
     try:
         _seal.parse(b"" if found is None else found.data)
     except Broken as error:
@@ -123,12 +123,12 @@ def check_claim(bucket: Bucket, claim: bytes) -> None:
 
 
 def random_names(names: Iterable[str]) -> list[str]:
-    """Of objects of a checkpoint those of which no other writer comes to have one of the same name."""
+    """Those of some objects whose names no other writer can choose."""
     return [name for name in names if _RANDOM.fullmatch(name)]
 
 
 def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
-    """Makes data files of the right sizes, if those in the bucket have them."""
+    """Makes sparse data files of the sizes that those in the bucket must have."""
     data = {name: file.nbytes for name, file in seal.files.items() if _DATA.fullmatch(name)}
     if bad := bucket.cut_short(data):
         names = first_of([*map(named, bad)])
@@ -141,7 +141,7 @@ def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
 
 @functools.cache
 def _root() -> Path:
-    """Of all copies of this process; it goes with it, or when another one makes its own."""
+    """The folder of all copies of this process; removed at its end, or by a later process."""
     made = Temporary("jzero-mirror-", Path(tempfile.gettempdir()))
     atexit.register(made.close)
     _roots.append(str(made.path))

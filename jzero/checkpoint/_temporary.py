@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of this process, in which others find it alive; who dies leaves it to the next one to remove."""
+"""A locked folder of this process; those of dead processes, which are not locked, are removed."""
 
 from __future__ import annotations
 

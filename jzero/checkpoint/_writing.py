@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves are written: the true part of each shard, in chunks with checksums, within so much memory.
 
-[Note: memory of a save] Memory holds copies of what the next step overwrites, until they are written, and of
-what is written in one transaction its chunks too, compressed, until it is committed. What is more than there
-is room for is copied and written in turn, before the state may be consumed; then the rest is copied. A
-transaction has an eighth of `save_bytes`, or one chunk: what it brings to the host and its chunks are a
-quarter. Nodes of the store's tree that tensorstore keeps have an eighth, at most 100 MB; the rest of the
-copies has what is left.
+[Note: memory of a save] A save holds copies of what the next step overwrites until they are written, and the
+compressed chunks of a transaction until it commits. What does not fit is copied and written part by part
+before the state may be consumed; then the remainder is copied at once. A transaction has an eighth of
+`save_bytes` (or one chunk) for its values, and as much for its chunks. tensorstore's cache of tree nodes has
+an eighth, at most 100 MB; the copies have what is left.
 """
 
 from __future__ import annotations

@@ -137,12 +137,12 @@ class _DispatchReader:
             for atom in eqn.invars
         ]
         specs = _specs_of(eqn, [x.sharding.spec for x in args])
-        told = eqn.params.get("out_shardings", eqn.params.get("devices", ()))
-        told = [place if isinstance(place, NamedSharding) else None for place in told]
-        told += [None] * (len(specs) - len(told))
+        declared = eqn.params.get("out_shardings", eqn.params.get("devices", ()))
+        declared = [place if isinstance(place, NamedSharding) else None for place in declared]
+        declared += [None] * (len(specs) - len(declared))
         places = [
             NamedSharding(self._mesh, spec) if place is None else place
-            for spec, place in zip(specs, told, strict=True)
+            for spec, place in zip(specs, declared, strict=True)
         ]
         makes = {
             var: self.value(var.aval, place) for var, place in zip(eqn.outvars, places, strict=True)
@@ -153,7 +153,7 @@ class _DispatchReader:
             return Dispatch(None, reads, makes, (), tuple(self._copies(eqn, args)))
         gone = tuple(i for i, donated in enumerate(eqn.params["donated_invars"]) if donated)
         consumes = tuple(variables([eqn.invars[i] for i in gone]))
-        return Dispatch(self._part(eqn, args, gone, told), reads, makes, consumes)
+        return Dispatch(self._part(eqn, args, gone, declared), reads, makes, consumes)
 
     def _copies(self, eqn: Eqn, args: Sequence[_Value]) -> Iterator[Copied]:
         for atom, arg, var in zip(eqn.invars, args, eqn.outvars, strict=True):
@@ -171,11 +171,11 @@ class _DispatchReader:
         return self.values[var]
 
     def _part(
-        self, eqn: Eqn, args: Sequence[_Value], gone: tuple[int, ...], told: Sequence[Any]
+        self, eqn: Eqn, args: Sequence[_Value], gone: tuple[int, ...], declared: Sequence[Any]
     ) -> DispatchedProgram:
         closed = eqn.params["jaxpr"]
         places = tuple(x.sharding for x in args)
-        key = (id(closed), places, gone, tuple(told))
+        key = (id(closed), places, gone, tuple(declared))
         if key not in self._parts:
             jaxpr, consts = _jaxpr.open_jaxpr(closed)
 
@@ -183,7 +183,7 @@ class _DispatchReader:
                 return _jaxpr.evaluate(jaxpr, consts, *args)
 
             name = eqn.params["name"].strip("_<>")
-            self._parts[key] = DispatchedProgram(name, run, tuple(args), gone, tuple(told))
+            self._parts[key] = DispatchedProgram(name, run, tuple(args), gone, tuple(declared))
         return self._parts[key]
 
 
@@ -222,7 +222,7 @@ class ProgramMemory(NamedTuple):
 
     Attributes:
       arguments: that it takes.
-      made: results that do not lie in arguments which it consumes.
+      made: results that do not alias donated arguments.
       temporaries: beside them.
     """
 
@@ -288,5 +288,5 @@ def _stays(var: Var, found: Dispatches) -> bool:
 
 
 def held_bytes(values: Iterable[_Value], kind: str) -> int:
-    """Bytes of each device's parts of those values that lie in one kind of memory."""
+    """Bytes on each device of those values that are in one kind of memory."""
     return sum(size_in_bytes(shard_of(x)) for x in values if x.sharding.memory_kind == kind)

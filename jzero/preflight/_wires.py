@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether it pays that gathers and reductions travel as codes, over networks of several speeds."""
+"""Whether quantized gathers and reductions pay, over networks of several speeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GBITS = (12.5, 25, 50, 100, 200, 400)
 
 
 class Wire(NamedTuple):
-    """In which codes a step's parameters and gradients travel.
+    """A communication format: how a step's parameters and gradients are sent.
 
     Attributes:
       name: as tables have it.
@@ -54,8 +54,8 @@ def formats(
     if between == axes:
         found.append(Wire("int8, reductions int4", {**gathers, "reduce_dtype": int4}))
     elif between:
-        hops = {name: int4 if name in between else int8 for name in axes}
-        found.append(Wire("int8, int4 on slower links", {**gathers, "reduce_dtype": hops}))
+        by_axis = {name: int4 if name in between else int8 for name in axes}
+        found.append(Wire("int8, int4 on slower links", {**gathers, "reduce_dtype": by_axis}))
     return found
 
 
@@ -178,12 +178,12 @@ class WireVerdict(Printed):
                 f"{at} quantization pays: the fastest format takes {_ms(best, self.asked)} where exact "
                 f"communication takes {_ms(exact, self.asked)}. Write {best.wire.written}."
             )
-        coded = min(self.times[1:], key=lambda x: x.seconds[self.asked], default=None)
-        if coded is None:
+        quantized = min(self.times[1:], key=lambda x: x.seconds[self.asked], default=None)
+        if quantized is None:
             return f"{at} exact communication takes {_ms(exact, self.asked)}."
         return (
             f"{at} quantization does not pay: exact communication takes {_ms(exact, self.asked)}, and the "
-            f"fastest quantized format {_ms(coded, self.asked)}."
+            f"fastest quantized format {_ms(quantized, self.asked)}."
         )
 
     def _below(self) -> Iterator[str]:

@@ -28,7 +28,7 @@ from jzero.processes._call_log import ENDS, CallLog, Copy, Difference, first_dif
 from jzero.tracing import _jaxpr
 
 WHO = "shard_train_step"
-# Between two looks; with more than a thousand processes as many milliseconds, lest the store be flooded.
+# Between two looks; with more than a thousand processes as many milliseconds, to not flood the store.
 _INTERVAL_SECONDS = 0.75
 # A process whose main thread has not come to jzero by so long after a difference was found waits, mostly in a
 # collective in which nothing can be raised.

@@ -99,8 +99,8 @@ def abstract_step(
     `whole` says whether all parameters that are stored on the hosts fit on the devices together, as shards.
     """
     num = math.prod(size for _, size in axes)
-    coded = options.comm.gather_dtype is not None or options.reduces_codes
-    width = num * (_LEAST_DIM if coded else -(-_LEAST_DIM // num))
+    quantized = options.comm.gather_dtype is not None or options.reduces_codes
+    width = num * (_LEAST_DIM if quantized else -(-_LEAST_DIM // num))
     layers = _LAYERS_OF_EACH * num + 1 if options.offload.streams else _LAYERS
     tx = {
         "masters": master_weights(optax.sgd(0.1)),

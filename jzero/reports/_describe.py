@@ -109,7 +109,7 @@ class Report(Printed):
         yield self.header()
         yield memory_table(self.memory)
         yield traffic_table(self.traffic) or ["A step moves nothing between devices."]
-        yield _prose.coded(self.plan.leaves, self.traffic, self.coding)
+        yield _prose.quantized(self.plan.leaves, self.traffic, self.coding)
         yield self._wire()
         yield _prose.tiles(self.plan, self.untiled)
         yield transfer_table(self.transfers)
@@ -226,7 +226,7 @@ class Report(Printed):
                 "exact": [list(pair) for pair in self.exact],
             },
             "weights": {
-                "coded": _prose.coded_entries(plan.leaves, self.traffic, self.coding),
+                "coded": _prose.quantized_leaves(plan.leaves, self.traffic, self.coding),
                 "exact": [
                     [x.path, x.why_exact] for x in plan.leaves if plan.evaluates and x.why_exact
                 ],

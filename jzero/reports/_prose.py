@@ -241,11 +241,11 @@ def offloaded(plan: StepPlan, code_paths: str) -> list[str]:
     return lines
 
 
-def coded(
+def quantized(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[str]:
     """What is quantized, what is not and why, and the leaves of which most was rounded off."""
-    found = coded_entries(leaves, traffic, errors)
+    found = quantized_leaves(leaves, traffic, errors)
     if not found:
         return []
     exact = [(leaf.path, leaf.why_exact) for leaf in leaves if leaf.why_exact]
@@ -271,7 +271,7 @@ def coded(
     ]
 
 
-def coded_entries(
+def quantized_leaves(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[dict[str, Any]]:
     """Each quantized leaf, as plain types."""

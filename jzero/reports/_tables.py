@@ -118,14 +118,14 @@ def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = 
 
 def old_state(rows: Sequence[Memory]) -> Memory:
     """What `donate=False` takes beside a state of these roles."""
-    resting = [row for row in rows if row.at_rest]
+    stored = [row for row in rows if row.at_rest]
     return Memory(
         "old state",
-        sum(row.whole for row in resting),
-        sum(row.per_device for row in resting),
+        sum(row.whole for row in stored),
+        sum(row.per_device for row in stored),
         False,
         "a step keeps the state passed to it",
-        sum(row.on_host for row in resting),
+        sum(row.on_host for row in stored),
     )
 
 
@@ -137,8 +137,8 @@ def elements(traffic: Sequence[Collective], op: str, dtype: str | None = None) -
 
 def memory_table(rows: Sequence[Memory]) -> Table:
     """A row for each stored role and their sum; then, if there are any, those within a step and all."""
-    resting, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
-    groups = [("stored", resting, resting), ("total within a step", passing, rows)]
+    stored, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
+    groups = [("stored", stored, stored), ("total within a step", passing, rows)]
     places = [place for place in _PLACES if place in _PLACES[:2] or any(map(_AT[place], rows))]
     lines: list[tuple[str, ...]] = []
     for title, shown, summed in groups[: 2 if passing else 1]:

@@ -155,7 +155,7 @@ def _num_shards(step: ScaledStep) -> int:
 
 
 def _gathers(step: ScaledStep) -> bool:
-    """Whether parameters rest in shards."""
+    """Whether parameters are stored sharded."""
     return step.sharding.count(step.sharding.param_axes) > 1
 
 
