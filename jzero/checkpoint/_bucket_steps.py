@@ -131,9 +131,7 @@ class BucketSteps(Steps):
         found = self.where.read(f"{step}/{_seal.NAME}")
         with self._not_lost(who, step):
             is_sealed = found is not None and not _mirror.is_claim(found)
-            if (
-                is_sealed and not self._may_lag
-            ):  # Somebody has copied a step, which is never to count.
+            if is_sealed and not self._may_lag:  # A copied step, which must never count.
                 raise Lost(f"{self.where / str(step)}")
             self.lock.steps = sorted({*(self.lock.steps or ()), step})
             self.lock.check(who)  # After the look, as in `remove`.

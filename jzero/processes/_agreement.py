@@ -96,13 +96,14 @@ def agree(
     room = _room_of(mesh)
     if room is None:
         return Agreement("", {})
-    with _meeting(room, {"call": [who], **(about() if about else {})}) as meeting:
+
+    def bring() -> tuple[Sections, Agreement]:
         watch.look_soon()  # The others may wait in what they know; to build it may take long.
         found = json.loads(_ADDRESS.sub("", json.dumps({"call": [who], **sections()})))
         name = _digest(json.dumps(found))[:16]
-        _compare(who, room, found)
-        meeting.agreement = Agreement(name, {**found, PROGRAM: [name]})
-    return meeting.agreement
+        return found, Agreement(name, {**found, PROGRAM: [name]})
+
+    return _meet(who, room, {"call": [who], **(about() if about else {})}, bring)
 
 
 def gather(who: str, mesh: Any, own: Any) -> list[Any]:
@@ -143,9 +144,7 @@ def agree_again(who: str, mesh: Any, before: Agreement) -> None:
     """Waits until all processes of the mesh have come to call what they agreed on before."""
     room = _room_of(mesh)
     if room is not None:
-        with _meeting(room, before.sections) as meeting:
-            _compare(who, room, before.sections)
-            meeting.agreement = before
+        _meet(who, room, before.sections, lambda: (before.sections, before))
 
 
 def goes_on(mesh: Any, name: str) -> bool:
@@ -188,9 +187,8 @@ def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) ->
     sections = {
         "call": [who], "calls": [f"{log.calls} before"], PROGRAM: [f"calls {log.history}"], **about(),
     }  # fmt: skip
-    with _meeting(room, {"call": [who]}) as meeting:
-        _compare(who, room, sections)
-        meeting.agreement = Agreement(who, {"call": [who]})
+    call = {"call": [who]}
+    _meet(who, room, call, lambda: (sections, Agreement(who, call)))
     watch.check()
 
 
@@ -227,25 +225,21 @@ def _room_on(processes: tuple[int, ...]) -> Room | None:
     return watch.room(processes)
 
 
-class _Meeting:
-    """A call that all processes have to agree on, and what they agreed on."""
-
-    agreement: Agreement
-
-
-@contextlib.contextmanager
-def _meeting(room: Room, about: Sections) -> Iterator[_Meeting]:
-    """Notes a call that waits for the others, and what becomes of it."""
-    meeting, entry = _Meeting(), room.log.waits(_described(room, {**about, PROGRAM: ["a new one"]}))
+def _meet(
+    who: str, room: Room, about: Sections, bring: Callable[[], tuple[Sections, Agreement]]
+) -> Agreement:
+    """Compares the sections that all processes bring; notes the call before, and what becomes of it."""
+    entry = room.log.waits(_described(room, {**about, PROGRAM: ["a new one"]}))
     try:
-        yield meeting
+        sections, agreement = bring()
+        _compare(who, room, sections)
     except BaseException as error:
         failure = f"failed with {type(error).__name__}: {error}"
         room.log.settle(entry, FAILS, _described(room, {"call": [failure]}))
         raise
-    name, sections = meeting.agreement
-    room.describe(name, sections)
-    room.log.settle(entry, MEETS, name)
+    room.describe(*agreement)
+    room.log.settle(entry, MEETS, agreement.name)
+    return agreement
 
 
 def _described(room: Room, sections: Sections) -> str:

@@ -170,9 +170,8 @@ class ScaledStep:
         sizes = {types.compute: self.sizes.compute, types.params: self.sizes.parameters}
         if dtype in sizes and (chosen is None or op not in _REDUCED):
             return sizes[dtype]
-        return Fraction(
-            jnp.dtype(dtype).itemsize
-        )  # as the options say, or as microbatches are summed
+        # As the options say, or as microbatches are summed.
+        return Fraction(jnp.dtype(dtype).itemsize)
 
     @functools.cached_property
     def accumulator(self) -> tuple[Fraction, int] | None:
