@@ -45,17 +45,11 @@ class Lost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A directory of objects.
+    """A directory of objects."""
 
-    Attributes:
-      scheme: `s3` or `gs`.
-      name: the bucket's.
-      prefix: of all names in it, without a slash at its ends; empty for the whole bucket.
-    """
-
-    scheme: str
-    name: str
-    prefix: str = ""
+    scheme: str  # `s3` or `gs`
+    name: str  # the bucket's
+    prefix: str = ""  # of all names in it, without a slash at its ends; empty for the whole bucket
 
     @classmethod
     def of(cls, who: str, path: Any) -> Bucket | None:

@@ -84,17 +84,13 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
 
 
 class Verified(NamedTuple):
-    """What reading every file of a checkpoint found.
+    """What reading every file of a checkpoint found."""
 
-    Attributes:
-      damaged: what is wrong with each damaged leaf, by name, and with each other file, by its path.
-      unchecked: leaves without checksums, in which a flipped bit may be read as if it were right.
-      sealed: whether the other files have a seal; else a flipped bit in them may go unseen.
-    """
-
+    # what is wrong with each damaged leaf, by name, and with each other file, by its path
     damaged: dict[str, BaseException]
+    # leaves without checksums, in which a flipped bit may be read as if it were right
     unchecked: list[str]
-    sealed: bool
+    sealed: bool  # whether the other files have a seal; else a flipped bit in them may go unseen
 
 
 def verify(stored: _stored.Stored) -> Verified:

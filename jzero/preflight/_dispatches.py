@@ -25,21 +25,13 @@ _Value = jax.ShapeDtypeStruct  # whole, with its place
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DispatchedProgram:
-    """One of the different programs that a step starts.
+    """One of the different programs that a step starts."""
 
-    Attributes:
-      name: of the function that it was made of: 'iteration', 'fetch', ...
-      run: it, of flat arguments.
-      args: whole, each with its place: sharding and memory.
-      donated: which of them it consumes.
-      places: of its results, where the program says so.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    args: tuple[_Value, ...]
-    donated: tuple[int, ...]
-    places: tuple[NamedSharding | None, ...]
+    name: str  # of the function that it was made of: 'iteration', 'fetch', ...
+    run: Callable[..., Any]  # it, of flat arguments
+    args: tuple[_Value, ...]  # whole, each with its place: sharding and memory
+    donated: tuple[int, ...]  # which of them it consumes
+    places: tuple[NamedSharding | None, ...]  # of its results, where the program says so
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """The program for these devices; its places are on an abstract mesh.
@@ -58,38 +50,24 @@ class DispatchedProgram:
 
 
 class Dispatch(NamedTuple):
-    """Something that a step starts.
+    """Something that a step starts."""
 
-    Attributes:
-      part: the program; None for a copy.
-      reads: what it takes.
-      makes: what it makes, by variable.
-      consumes: what it takes and nobody can read again.
-      copies: of what it makes, that which crosses between the devices and their hosts.
-    """
-
-    part: DispatchedProgram | None
-    reads: tuple[Var, ...]
-    makes: Mapping[Var, _Value]
-    consumes: tuple[Var, ...]
+    part: DispatchedProgram | None  # the program; None for a copy
+    reads: tuple[Var, ...]  # what it takes
+    makes: Mapping[Var, _Value]  # what it makes, by variable
+    consumes: tuple[Var, ...]  # what it takes and nobody can read again
+    # of what it makes, that which crosses between the devices and their hosts
     copies: tuple[Copied, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatches:
-    """All that a step starts.
+    """All that a step starts."""
 
-    Attributes:
-      steps: in order.
-      args: the step's arguments, by variable.
-      results: what is left when it is over.
-      in_files: arguments that are in no memory.
-    """
-
-    steps: tuple[Dispatch, ...]
-    args: Mapping[Var, _Value]
-    results: frozenset[Var]
-    in_files: frozenset[Var] = frozenset()
+    steps: tuple[Dispatch, ...]  # in order
+    args: Mapping[Var, _Value]  # the step's arguments, by variable
+    results: frozenset[Var]  # what is left when it is over
+    in_files: frozenset[Var] = frozenset()  # arguments that are in no memory
 
     @property
     def parts(self) -> dict[DispatchedProgram, int]:
@@ -218,17 +196,11 @@ def _specs_inside(jaxpr: Jaxpr, args: Sequence[P]) -> list[P]:
 
 
 class ProgramMemory(NamedTuple):
-    """Bytes of a program on a device, or on its host.
+    """Bytes of a program on a device, or on its host."""
 
-    Attributes:
-      arguments: that it takes.
-      made: results that do not alias donated arguments.
-      temporaries: beside them.
-    """
-
-    arguments: int
-    made: int
-    temporaries: int
+    arguments: int  # that it takes
+    made: int  # results that do not alias donated arguments
+    temporaries: int  # beside them
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> tuple[ProgramMemory, ProgramMemory]:
@@ -246,17 +218,11 @@ class ProgramMemory(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When something has been started, and everything that it makes has its memory.
+    """When something has been started, and everything that it makes has its memory."""
 
-    Attributes:
-      part: the program; None for a copy.
-      nbytes: that a device holds.
-      host_nbytes: that its host holds for it, in pinned memory.
-    """
-
-    part: DispatchedProgram | None
-    nbytes: int
-    host_nbytes: int
+    part: DispatchedProgram | None  # the program; None for a copy
+    nbytes: int  # that a device holds
+    host_nbytes: int  # that its host holds for it, in pinned memory
 
 
 def moments(

@@ -21,32 +21,23 @@ _SAME_BYTES = ("bitcast", "reshape")
 
 
 class Flops(NamedTuple):
-    """Operations of matrix products, convolutions and fused attention.
+    """Operations of matrix products, convolutions and fused attention."""
 
-    Attributes:
-      tensor: on tensor cores, as many of bfloat16 as take the same time: one of TF32, in which XLA computes
-        products of float32 by default, counts as two, and one of 8 bits as a half.
-      f32: without tensor cores: float32 at the highest precision, and wider.
-    """
-
+    # on tensor cores, as many of bfloat16 as take the same time: one of TF32, in which XLA computes
+    # products of float32 by default, counts as two, and one of 8 bits as a half
     tensor: float
-    f32: float
+    f32: float  # without tensor cores: float32 at the highest precision, and wider
 
 
 class KernelWork(NamedTuple):
-    """What one kernel does.
+    """What one kernel does."""
 
-    Attributes:
-      flops: None if it has no product, convolution or attention; then only its bytes count.
-      nbytes: that it reads and writes in the device's memory.
-      from_host: bytes that it reads of pinned memory.
-      to_host: bytes that it writes there.
-    """
-
-    flops: Flops | None
-    nbytes: int
-    from_host: int
-    to_host: int
+    flops: (
+        Flops | None
+    )  # None if it has no product, convolution or attention; then only its bytes count
+    nbytes: int  # that it reads and writes in the device's memory
+    from_host: int  # bytes that it reads of pinned memory
+    to_host: int  # bytes that it writes there
 
     def seconds(self, target: Target) -> float:
         """By a roofline of the device's peaks and of its memory; without what crosses to the host."""

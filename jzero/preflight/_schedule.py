@@ -99,33 +99,20 @@ class CompiledSchedule:
 
 
 class Copied(NamedTuple):
-    """A value that a step copies between a device and its host.
+    """A value that a step copies between a device and its host."""
 
-    Attributes:
-      source: what is copied; a key.
-      made: the copy; a key.
-      stream: `TO_HOST` or `FROM_HOST`.
-      nbytes: of each device.
-    """
-
-    source: Hashable
-    made: Hashable
-    stream: str
-    nbytes: int
+    source: Hashable  # what is copied; a key
+    made: Hashable  # the copy; a key
+    stream: str  # `TO_HOST` or `FROM_HOST`
+    nbytes: int  # of each device
 
 
 class Started(NamedTuple):
-    """Something that a step starts.
+    """Something that a step starts."""
 
-    Attributes:
-      program: None for copies.
-      reads: keys of the values that the program takes.
-      copies: between the device and its host, which run beside programs.
-    """
-
-    program: ScheduledProgram | None
-    reads: tuple[Hashable, ...] = ()
-    copies: tuple[Copied, ...] = ()
+    program: ScheduledProgram | None  # None for copies
+    reads: tuple[Hashable, ...] = ()  # keys of the values that the program takes
+    copies: tuple[Copied, ...] = ()  # between the device and its host, which run beside programs
 
 
 def schedule_of(

@@ -71,15 +71,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Agreement(NamedTuple):
-    """What all processes have built alike.
+    """What all processes have built alike."""
 
-    Attributes:
-      name: the same on all of them; nothing where there is one process.
-      sections: what it is; of the program only its name.
-    """
-
-    name: str
-    sections: Sections
+    name: str  # the same on all of them; nothing where there is one process
+    sections: Sections  # what it is; of the program only its name
 
 
 def agree(

@@ -24,17 +24,11 @@ _MOST_ENTRIES = 4096
 
 @dataclasses.dataclass
 class Entry:
-    """A call that is not like the one before it; those after it are like it until the next entry.
+    """A call that is not like the one before it; those after it are like it until the next entry."""
 
-    Attributes:
-      call: its number, from 1.
-      kind: one of those above.
-      name: of what is called; of what has no name yet, of its description.
-    """
-
-    call: int
-    kind: str
-    name: str
+    call: int  # its number, from 1
+    kind: str  # one of those above
+    name: str  # of what is called; of what has no name yet, of its description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +108,10 @@ class CallLog:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A call that is not the same on all processes.
+    """A call that is not the same on all processes."""
 
-    Attributes:
-      call: its number.
-      groups: for each thing that was called, by name, the processes; the fewest first.
-    """
-
-    call: int
+    call: int  # its number
+    # for each thing that was called, by name, the processes; the fewest first
     groups: list[tuple[str, list[int]]]
 
 

@@ -40,16 +40,11 @@ _UNBOUNDED = 2**50  # bytes
 
 
 class Types(NamedTuple):
-    """What of bytes per parameter changes a program.
+    """What of bytes per parameter changes a program."""
 
-    Attributes:
-      params: the dtype in which parameters are stored.
-      compute: that in which passes use them.
-      state: of the optimizer: 'masters' if these are why its update reads no parameter, 'moments', or 'none'.
-    """
-
-    params: str
-    compute: str
+    params: str  # the dtype in which parameters are stored
+    compute: str  # that in which passes use them
+    # of the optimizer: 'masters' if these are why its update reads no parameter, 'moments', or 'none'
     state: str
 
     @classmethod
@@ -62,21 +57,13 @@ class Types(NamedTuple):
 
 
 class AbstractStep(NamedTuple):
-    """A described step, and its sizes.
+    """A described step, and its sizes."""
 
-    Attributes:
-      report: of it.
-      types: dtypes of its leaves.
-      layers: how many its loop has.
-      width: of a layer's matrix, which is square.
-      tiles: into which a matrix is cut.
-    """
-
-    report: Report
-    types: Types
-    layers: int
-    width: int
-    tiles: int
+    report: Report  # of it
+    types: Types  # dtypes of its leaves
+    layers: int  # how many its loop has
+    width: int  # of a layer's matrix, which is square
+    tiles: int  # into which a matrix is cut
 
     @property
     def num_params(self) -> int:

@@ -28,17 +28,11 @@ class _Bad(Exception):
 
 
 class ModelPart(NamedTuple):
-    """Some equal parts of a model: its layers, or one part of another kind.
+    """Some equal parts of a model: its layers, or one part of another kind."""
 
-    Attributes:
-      name: as transformers names it.
-      num: how many.
-      shapes: of the parameters of one, by name; the experts of a layer are one array.
-    """
-
-    name: str
-    num: int
-    shapes: ParamShapes
+    name: str  # as transformers names it
+    num: int  # how many
+    shapes: ParamShapes  # of the parameters of one, by name; the experts of a layer are one array
 
     @property
     def num_params(self) -> int:
@@ -47,19 +41,12 @@ class ModelPart(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model as its configuration says.
+    """A model as its configuration says."""
 
-    Attributes:
-      model_type: the name of its family.
-      width: elements of a layer's input for a token.
-      parts: layers, embeddings, heads.
-      head_dim: the size of a head of attention, where it is known.
-    """
-
-    model_type: str
-    width: int
-    parts: tuple[ModelPart, ...]
-    head_dim: int | None = None
+    model_type: str  # the name of its family
+    width: int  # elements of a layer's input for a token
+    parts: tuple[ModelPart, ...]  # layers, embeddings, heads
+    head_dim: int | None = None  # the size of a head of attention, where it is known
 
     @property
     def num_params(self) -> int:

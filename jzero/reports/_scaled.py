@@ -32,23 +32,14 @@ _REDUCED = ("reduce-scatter", "all-reduce")
 
 @dataclasses.dataclass(frozen=True)
 class ScaledStep:
-    """What a step of so many parameters has on each device, and moves.
+    """What a step of so many parameters has on each device, and moves."""
 
-    Attributes:
-      num_params: Psi.
-      options: as given.
-      sharding: the stage on the mesh.
-      sizes: bytes per parameter.
-      workload: what a step computes with.
-      model_parallel: over how many devices each part of the batch divides the model.
-    """
-
-    num_params: int
-    options: Options
-    sharding: StageAxes
-    sizes: RoleBytes
-    workload: Workload
-    model_parallel: int
+    num_params: int  # Psi
+    options: Options  # as given
+    sharding: StageAxes  # the stage on the mesh
+    sizes: RoleBytes  # bytes per parameter
+    workload: Workload  # what a step computes with
+    model_parallel: int  # over how many devices each part of the batch divides the model
 
     @functools.cached_property
     def abstract(self) -> AbstractStep:

@@ -17,20 +17,13 @@ GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 
 class RoleBytes(NamedTuple):
-    """Bytes per parameter.
+    """Bytes per parameter."""
 
-    Attributes:
-      parameters: as they are stored.
-      gradients: as the optimizer receives them.
-      optimizer_state: masters included.
-      compute: as a pass gathers parameters and reduces gradients.
-      masters: of the optimizer state, what makes the stored parameter a copy that no update reads.
-    """
-
-    parameters: Fraction
-    gradients: Fraction
-    optimizer_state: Fraction
-    compute: Fraction
+    parameters: Fraction  # as they are stored
+    gradients: Fraction  # as the optimizer receives them
+    optimizer_state: Fraction  # masters included
+    compute: Fraction  # as a pass gathers parameters and reduces gradients
+    # of the optimizer state, what makes the stored parameter a copy that no update reads
     masters: Fraction
 
 

@@ -46,20 +46,13 @@ _LL128_SHARE = 0.92
 
 
 class _Ring(NamedTuple):
-    """A group's part in one link domain.
+    """A group's part in one link domain."""
 
-    Attributes:
-      links: of that domain.
-      parts: how many domains of the one inside it are joined to a ring.
-      sharing: devices in each of these, which all send to the next part at once.
-      messages: how often a ring through all devices of the group crosses such links.
-      reached: the most devices of the group that one of them reaches by these links and by none nearer.
-    """
-
-    links: LinkDomain
-    parts: int
-    sharing: int
-    messages: int
+    links: LinkDomain  # of that domain
+    parts: int  # how many domains of the one inside it are joined to a ring
+    sharing: int  # devices in each of these, which all send to the next part at once
+    messages: int  # how often a ring through all devices of the group crosses such links
+    # the most devices of the group that one of them reaches by these links and by none nearer
     reached: int
 
 
@@ -76,15 +69,10 @@ def _rings(group: Collection[int], target: Target, topology: Topology) -> list[_
 
 
 class CollectiveTime(NamedTuple):
-    """What a collective takes with nothing else on the wire.
+    """What a collective takes with nothing else on the wire."""
 
-    Attributes:
-      latency: seconds in which messages wait, and other collectives may use the links.
-      wire: seconds in which its bytes move.
-    """
-
-    latency: float
-    wire: float
+    latency: float  # seconds in which messages wait, and other collectives may use the links
+    wire: float  # seconds in which its bytes move
 
     @property
     def seconds(self) -> float:
@@ -132,16 +120,11 @@ class AxisTimes(NamedTuple):
     """What a collective along one mesh axis takes, in femtoseconds.
 
     Whole numbers: sums of them are exact, so that every process finds the same ones equal.
-
-    Attributes:
-      latency: of one, whatever it moves.
-      ring: of each byte that a device receives by gathers and reductions.
-      direct: the same by exchanges and permutations, which are for one other device alone.
     """
 
-    latency: int
-    ring: int
-    direct: int
+    latency: int  # of one, whatever it moves
+    ring: int  # of each byte that a device receives by gathers and reductions
+    direct: int  # the same by exchanges and permutations, which are for one other device alone
 
     def of(self, kind: str, nbytes: float) -> int:
         """A collective by which so many bytes reach each device; `kind` as in `jzero.ir._layout`."""

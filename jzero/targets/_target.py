@@ -65,17 +65,11 @@ class LinkDomain:
 
 
 class HostLinks(NamedTuple):
-    """A device's share of its host.
+    """A device's share of its host."""
 
-    Attributes:
-      bandwidth: bytes per second each way between the device and its host.
-      memory_bytes: of the host.
-      memory_bandwidth: bytes per second of the host's processors.
-    """
-
-    bandwidth: float
-    memory_bytes: int
-    memory_bandwidth: float
+    bandwidth: float  # bytes per second each way between the device and its host
+    memory_bytes: int  # of the host
+    memory_bandwidth: float  # bytes per second of the host's processors
 
 
 class Disk(NamedTuple):
