@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jzero._quantities import readable_bytes, readable_seconds
 from jzero._sharded_step import ShardedStep
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
-from jzero.preflight._largest_rows import largest_rows
 from jzero.preflight._schedule import (
     CompiledSchedule,
     ScheduledCollective,
@@ -36,9 +35,16 @@ from jzero.preflight._targets import (
 )
 from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
-from jzero.reports._as_dict import plain
 from jzero.reports._describe import Report
-from jzero.reports._tables import Block, Memory, Printed, Table, memory_table, transfer_table
+from jzero.reports._tables import (
+    Block,
+    Memory,
+    Printed,
+    Table,
+    memory_table,
+    plain,
+    transfer_table,
+)
 from jzero.segments._programs import stored_inputs
 from jzero.targets._target import Target, Topology
 from jzero.tracing._axis_types import takes_explicit_axes
@@ -181,7 +187,7 @@ def preflight(
     examined = compiled(there, batch.rows)
     found = shown(batch.call(there.describe, batch.rows), examined)
     if search_batch:
-        largest = largest_rows(
+        largest = _largest_rows(
             lambda rows: compiled(there, rows).peak_bytes, batch.rows, found.peak_bytes,
             found.usable_bytes,
         )  # fmt: skip
@@ -419,6 +425,7 @@ class Preflight(Printed):
 
 
 _MOST_PARTS = 12
+_MOST_COMPILATIONS = 24
 _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
     "choose. The model assumes the data sheet's peaks for kernels, and no launch time. Bandwidths are the "
@@ -485,3 +492,38 @@ def _axes_for(train_step: ShardedStep, topology: Topology) -> dict[str, int]:
             "Sizes of several axes cannot be guessed.",
             "Pass axes={'node': 8, 'local': 8}, hosts first."))  # fmt: skip
     return {mesh.axis_names[0]: topology.num_devices}
+
+
+def _largest_rows(peak: Callable[[int], int], rows: int, first: int, limit: int) -> int:
+    """The most rows whose peak is within the limit; 0 if none are. The search begins at `rows`, and `first`.
+
+    A peak grows with the rows, about linearly; to ask for one takes a compilation.
+    """
+    known, unit = {rows: first}, 1
+    for attempt in range(_MOST_COMPILATIONS):
+        low = max((n for n, p in known.items() if p <= limit), default=0)
+        high = min((n for n, p in known.items() if p > limit), default=None)
+        if high is not None and high - low <= unit:
+            break
+        # Peaks grow in small steps, which a line does not meet: near the limit, halve the interval.
+        guess = (low + high) // 2 if high is not None and attempt > 3 else _guess(known, limit)
+        guess = max(guess // unit * unit, low + unit)
+        guess = guess if high is None else min(guess, high - unit)
+        try:
+            known[guess] = peak(guess)
+        except (TypeError, ValueError):  # A step that cuts its batch itself takes only some sizes.
+            if unit == rows:
+                raise
+            unit = rows
+            known = {n: p for n, p in known.items() if n % unit == 0}
+    return max((n for n, p in known.items() if p <= limit), default=0)
+
+
+def _guess(known: Mapping[int, int], limit: int) -> int:
+    """Where a line through the two points next to the limit meets it."""
+    if len(known) == 1:
+        ((rows, peak),) = known.items()
+        return 2 * rows if peak <= limit else rows // 2
+    (n, p), (m, q) = sorted(known.items(), key=lambda point: abs(point[1] - limit))[:2]
+    slope = (q - p) / (m - n)
+    return n + int((limit - p) // slope) if slope > 0 else 2 * max(known)

@@ -22,11 +22,10 @@ from jzero._quantities import readable_bytes
 from jzero.ir import _work
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory._leaf_array import CodingError, is_coded
-from jzero.offload.schedule import _folds
+from jzero.offload.schedule import _folds, _text
 from jzero.offload.schedule._folds import Transfer
 from jzero.offload.schedule._schedule import Schedule
-from jzero.reports import _as_dict, _prose, _tables
-from jzero.reports._as_dict import plain
+from jzero.reports import _prose, _tables
 from jzero.reports._prose import by_reason, first_lines
 from jzero.reports._step_time import PART_OF, StepTime, step_time
 from jzero.reports._tables import (
@@ -35,6 +34,7 @@ from jzero.reports._tables import (
     Printed,
     memory_of,
     memory_table,
+    plain,
     traffic_rows,
     traffic_table,
     transfer_rows,
@@ -50,7 +50,8 @@ from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._layout import Replicated
+from jzero.sharding.plan._layout import Replicated, Shard
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr
@@ -206,9 +207,9 @@ class Report(Printed):
             "devices": plan.num_devices,
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
-            "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes, self.handed_bytes),
+            "microbatches": _microbatches_row(plan, self.accumulator_bytes, self.handed_bytes),
             "memory": [row._asdict() for row in self.memory],
-            "leaves": [_as_dict.leaf(leaf) for leaf in plan.leaves],
+            "leaves": [_leaf_row(leaf) for leaf in plan.leaves],
             "unread": [plan.leaves[i].path for i in sorted(plan.unread)],
             "arguments": [{"path": path, "dim": dim} for path, dim in self.arguments],
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
@@ -236,7 +237,7 @@ class Report(Printed):
             "untiled": [*map(plain, self.untiled)],
             "traffic": traffic_rows(self.traffic),
             "transfers": transfer_rows(self.transfers),
-            "schedule": _as_dict.schedule(self.schedule),
+            "schedule": _schedule_rows(self.schedule),
             "activations": None if plan.activations is None else [*map(plain, plan.activations)],
             "movements": [*map(plain, self.movements)],
             "buckets": sum(bucket.parts for bucket in plan.buckets) if plan.device_bytes else 0,
@@ -527,3 +528,44 @@ def _looped(
 def _split_dims(spec: PartitionSpec) -> SplitDims:
     dims = tuple(dim for dim, axes in enumerate(spec) if axes)
     return dims if len(dims) > 1 else dims[0] if dims else None
+
+
+def _schedule_rows(found: Schedule) -> list[dict[str, Any]]:
+    return [
+        {"operation": row.op, "what": row.what, "nbytes": row.nbytes, "link": row.link,
+         "depth": row.depth}
+        for row in _text.rows(found.ops)
+    ]  # fmt: skip
+
+
+def _leaf_row(plan: LeafPlan) -> dict[str, Any]:
+    sharded = plan.layout if isinstance(plan.layout, Shard) else None
+    return {
+        "path": plan.path,
+        "role": plan.role,
+        "dtype": plan.dtype,
+        "shape": list(plan.shape),
+        "dim": None if sharded is None else sharded.dim,
+        "axes": [] if sharded is None else list(sharded.axes),
+        "num_shards": plan.num_shards,
+        "nbytes": plan.nbytes,
+        "nbytes_per_device": plan.nbytes_per_device,
+        "padded_shape": list(plan.padded_shape),
+        "memory": plan.tier,
+        "why_full": plan.why_full,
+    }
+
+
+def _microbatches_row(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> dict[str, Any]:
+    loops = plan.microbatches.loops
+    return {
+        "num": plan.accumulate,
+        "reduce": "once" if plan.reduce_once else "each",
+        "accumulator_bytes": accumulator_bytes,
+        "order": "layer" if plan.microbatches.by_layer else "microbatch",
+        "handed_bytes": handed_bytes,
+        "loops": 1 if loops is None else loops.num,
+        "repeats": 1.0 if loops is None else float(loops.repeats),
+        "saved": [*map(plain, () if loops is None else loops.saved)],
+        "at_once": [*map(plain, () if loops is None else loops.at_once)],
+    }

@@ -181,15 +181,7 @@ def step_time(
     rates: Rates, operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
     schedule: Schedule,
 ) -> StepTime:  # fmt: skip
-    """The least time of a step at these rates.
-
-    Args:
-      rates: with a peak.
-      operations: of each device, by part.
-      tokens: on each device; 0 if nobody knows.
-      traffic: between devices.
-      schedule: the operations of the step.
-    """
+    """The least time of a step, of such `operations` by part; `tokens` are 0 if nobody knows them."""
     assert rates.peak is not None
     speeds = {
         **dict.fromkeys(WAYS, rates.pcie),

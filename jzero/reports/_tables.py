@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import html
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -104,6 +105,12 @@ class Printed(abc.ABC):
             else f"<pre>{html.escape(chr(10).join(prose(block)))}</pre>"
             for block in self.blocks() if block
         )  # fmt: skip
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A named tuple or a dataclass as JSON has it."""
+    fields = record._asdict() if hasattr(record, "_asdict") else dataclasses.asdict(record)
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
 
 
 def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = True) -> Memory:
