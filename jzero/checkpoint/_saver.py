@@ -25,17 +25,13 @@ WHO = "Checkpointer.save"
 
 
 class Saver:
-    """Writes steps into a directory.
-
-    Attributes:
-      step: the one that is being written, or was written last.
-    """
+    """Writes steps into a directory."""
 
     def __init__(self, steps: Steps, max_to_keep: int | None, save_bytes: int):
         self._steps, self._max_to_keep, self._save_bytes = steps, max_to_keep, save_bytes
         self._running: tuple[threading.Thread, _Work] | None = None
         self._failure: BaseException | None = None
-        self.step: int | None = None
+        self.step: int | None = None  # that is being written, or was written last
 
     def start(self, step: int, tree: Any, place: Any, notes: dict[str, Any]) -> None:
         """Copies a state (a container) to the host, and writes it in the background.

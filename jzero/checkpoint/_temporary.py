@@ -17,11 +17,7 @@ _ATTEMPTS = 20  # to remove a folder, into which threads of a write that failed 
 
 
 class Temporary:
-    """A new folder, locked; those of dead processes with the same prefix are removed first.
-
-    Attributes:
-      path: of it.
-    """
+    """A new folder `path`, locked; those of dead processes with the same prefix are removed first."""
 
     def __init__(
         self, prefix: str, parent: Path, ends: Callable[[Path], None] = lambda _: None

@@ -70,12 +70,7 @@ class _Part:
 
 
 class Writing:
-    """What a process writes of a checkpoint, for whoever completes it.
-
-    Attributes:
-      chunks: the shape of each leaf and of its chunks, by its name there.
-      shared: of chunks of which several processes have parts, whose and where these are, by the leaf.
-    """
+    """What a process writes of a checkpoint, for process 0 to complete it."""
 
     def __init__(self, directory: Path, save_bytes: int = SAVE_BYTES) -> None:
         """Writes into the directory of a tree; for `save_bytes` see [Note: memory of a save]."""
@@ -87,6 +82,7 @@ class Writing:
         self._parts: list[_Part] = []
         self._specs: dict[str, dict[str, Any]] = {}
         self._pins: dict[TileFiles, Pin] = {}  # keep what is in files, while steps go on
+        # By the leaf's name: its shape and that of its chunks, and the parts of chunks that processes share.
         self.chunks: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self.shared: dict[str, list[tuple[int, Box]]] = {}
 

@@ -24,13 +24,11 @@ class Link:
     """What moves data beside the compute stream.
 
     Up to `under_way` transfers share its bandwidth equally; the others wait for them, in their order.
-
-    Attributes:
-      exposed: seconds of each transfer for which something waited while it ran; of transfers that ran side by
-        side, each has an equal part. So it is at most what the transfer takes alone.
     """
 
     def __init__(self, under_way: int = 1):
+        # Seconds of each transfer for which something waited while it ran; of transfers that ran side by
+        # side, each has an equal part. So it is at most what the transfer takes alone.
         self.exposed: dict[Hashable, float] = defaultdict(float)
         self._under_way = under_way
         self._now = 0.0
@@ -87,17 +85,14 @@ class Clocks:
 
     Kernels run one after the other: all programs of a device share one stream. What moves beside it may
     take until the compute stream waits for it.
-
-    Attributes:
-      now: seconds of the compute stream.
-      busy: seconds that each of the four computes or moves, of transfers as if each were alone; and what a
-        caller adds, which loops multiply, too.
-      waited: seconds for which the compute stream waits, for each of the others.
     """
 
     def __init__(self, under_way: int = 1):
-        self.now = 0.0
+        self.now = 0.0  # seconds of the compute stream
+        # Seconds that each of the four computes or moves, of transfers as if each were alone; and what a
+        # caller adds, which loops multiply, too.
         self.busy: dict[str, float] = defaultdict(float)
+        # Seconds for which the compute stream waits, for each of the others.
         self.waited: dict[str, float] = defaultdict(float)
         self._links = {COLLECTIVES: Link(under_way), TO_HOST: Link(), FROM_HOST: Link()}
 

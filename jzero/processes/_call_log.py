@@ -44,20 +44,13 @@ class Copy:
 
 
 class CallLog:
-    """What this process has called.
-
-    Attributes:
-      calls: how many calls there were, the current one included.
-      name: of the last call; None if it has yet to be agreed on.
-      history: a digest of all calls that have ended.
-      meets_from: the first call before which processes may meet again at little cost.
-    """
+    """What this process has called."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.name: str | None = None
-        self.history = ""
-        self.meets_from = 0
+        self.calls = 0  # how many there were, the current one included
+        self.name: str | None = None  # of the last call; None if it has yet to be agreed on
+        self.history = ""  # a digest of all calls that have ended
+        self.meets_from = 0  # the first call before which processes may meet again at little cost
         self._entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
     def runs(self, name: str) -> None:

@@ -42,17 +42,11 @@ _END = "the end of the process"
 
 
 class Room:
-    """The log of the calls on one set of processes, and its place in the store.
-
-    Attributes:
-      processes: those that make the calls.
-      log: this process's.
-      over: whether all have said that they end.
-    """
+    """The log of this process's calls on one set of processes, and its place in the store."""
 
     def __init__(self, processes: tuple[int, ...]):
         self.processes = processes
-        self.log, self.over = CallLog(), False
+        self.log, self.over = CallLog(), False  # over: all have said that they end
         self._key = f"jzero/calls/{hashlib.sha256(repr(processes).encode()).hexdigest()[:16]}"
         self._described: set[str] = set()
         self._undeclared: list[tuple[str, _unlike.Sections]] = []
@@ -118,14 +112,10 @@ class Room:
 
 
 class Watch:
-    """The thread, the logs that it tells, and what it has found.
-
-    Attributes:
-      difference: what processes do differently, as the message of an error; None as long as they do not.
-    """
+    """The thread, the logs that it tells, and what it has found."""
 
     def __init__(self) -> None:
-        self.difference: str | None = None
+        self.difference: str | None = None  # between processes, as the message of an error
         self._rooms: dict[tuple[int, ...], Room] = {}
         self._thread: threading.Thread | None = None
         self._wake, self._stop, self._done = (Flag() for _ in range(3))
