@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal of a step: the file, written last, that says what belongs to it.
+"""The manifest of a step, its seal: the file, written last, that lists what belongs to it.
 
-It lists every file of the step with its size, and those that have no checksums of their own with their
-digest; its last line is the digest of what is above. So a step from which something is
-missing, or in which a bit of what describes it has flipped, is found before it is used.
+It has every file of the step with its size, and the digest of those that have no checksums of their own; its
+last line is the digest of what is above. So a missing file, or a flipped bit in what describes the step, is
+found before the step is used.
 """
 
 from __future__ import annotations
