@@ -197,22 +197,23 @@ def step_time(
     }
     parts = [StepPart(name, operations[name] / rates.peak, ways[name]) for name in PARTS]
     if any(isinstance(op, Update) and op.delayed for op, _ in flat(schedule.ops)):
+        # It runs beside the next step.
         passes = [part.compute + part.exposed for part in parts[:2]]
         parts[2] = parts[2]._replace(beside=sum(passes))
+    hides = dict[str, int | None]()
+    for name in (FORWARD, BACKWARD):
+        if ways[name] and tokens:
+            compute = Fraction(operations[name], tokens * rates.peak)
+            activations = [x for x in copied if x.part == name and x.what == ACTIVATION]
+            hides[name] = _hides_from(compute, tokens, moved[name], speeds, activations)
+    untimed = [way for way in speeds if not speeds[way] and any(moved[x].get(way) for x in PARTS)]
     return StepTime(
         tuple(part for part in parts if part.compute or part.ways),
         rates,
-        {
-            name: _hides_from(
-                Fraction(operations[name], tokens * rates.peak), tokens, moved[name], speeds,
-                [x for x in copied if x.part == name and x.what == ACTIVATION],
-            )
-            for name in (FORWARD, BACKWARD)
-            if ways[name] and tokens
-        },
-        tuple(way for way in speeds if not speeds[way] and any(moved[name].get(way) for name in PARTS)),
+        hides,
+        tuple(untimed),
         sum(x.nbytes for x in copied if x.direction == TO_DISK),
-    )  # fmt: skip
+    )
 
 
 def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
