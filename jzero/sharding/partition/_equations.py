@@ -46,15 +46,17 @@ def passes_partial(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
         return _rules.keeps_dtype(eqn)
+    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    if name == "slice":  # Most of it, as all queues of experts but the row for tokens without a place.
+        return 2 * out.size > x.size
     if name in ("pad", "broadcast_in_dim"):
-        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
 AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint recomputes
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
-_PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
+_PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum", "split"}
 # Views of state: their operand is gathered instead, unless it is larger. A table and its transpose share a
 # gather.
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
@@ -72,6 +74,8 @@ def partial_through(
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
     if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
+    if eqn.primitive.name == "slice" and len(frame.region.readers.get(eqn.invars[0], ())) > 1:
+        return ()  # What others read too is reduced once.
     found = [ins[k].layout.partial for k in sorted(partial)]
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
     same = all(p == found[0] for p in found)
