@@ -6,6 +6,7 @@ moves twice that).
 """
 
 import collections
+import inspect
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 
 import jzero
 import small
@@ -580,6 +582,69 @@ def test_the_report_says_what_an_exchange_moves():
     assert [m.nbytes for m in found.movements].count(MATRIX // 8) == 2
     assert "3 operations move rows of the batch, 1.1 GiB to each device:" in str(found)
     assert found.elements("all-to-all") == 2 * B * B // 8
+
+
+def solved(params, y0):
+    """A neural ODE whose adjoint carries rows, their cotangents and gradients in one vector."""
+
+    def field(y, t, params):
+        return jnp.tanh(y @ params["up"]) @ params["down"]
+
+    return (odeint(field, y0, jnp.linspace(0.0, 1.0, 4), params)[-1] ** 2).mean()
+
+
+def dispatched(params, x):
+    found, balance = by_dummy_row(params, x)
+    return (found**2).mean() + balance
+
+
+def moved(step, params, *batch):
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    report = small.shard_train_step(learned(step), stage=3, mesh=mesh).describe(params, *batch)
+    return report, [m for m in report.to_dict()["movements"] if "intermediate" in m["reason"]]
+
+
+def test_the_report_names_the_vector_of_an_adjoint():
+    """Of an ODE over a batch each evaluation makes rows and gradients whole, at the line of the solver."""
+    line = inspect.getsourcelines(solved)[1] + 6
+    weights = {"up": shape(64, 4096), "down": shape(4096, 64)}
+    report, found = moved(solved, weights, shape(8192, 64))
+    assert {m["operation"] for m in found} == {"concatenate"}
+    assert {m["value"] for m in found} == {"float32[524288]", "float32[262144]"}
+    assert all(f"test_partition_costs.py:{line}:" in m["where"] for m in found)
+    assert "operations move rows of the batch or intermediate values" in str(report)
+    # Each row by itself.
+    by_row = lambda params, y0: jax.vmap(solved, (None, 0))(params, y0).mean()  # noqa: E731
+    assert not moved(by_row, weights, shape(8192, 64))[1]
+
+
+@pytest.mark.parametrize("num", [8, 6])
+def test_the_report_names_queues_that_are_reduced_whole(num, monkeypatch):
+    monkeypatch.setitem(globals(), "EXPERTS", num)
+    monkeypatch.setitem(globals(), "CAPACITY", 8 * CAPACITY // num)
+    params = {
+        name: shape(*(num if n == 8 else n for n in leaf.shape)) for name, leaf in LAYER.items()
+    }
+    _, found = moved(dispatched, params, shape(ROWS, WIDTH))
+    # The devices divide neither 6 experts nor their 1365 places.
+    value = f"float32[6,{CAPACITY},{WIDTH}]"
+    assert {m["value"] for m in found} == ({value} if num == 6 else set())
+    assert all(m["operation"] == "dot_general" for m in found)
+
+
+def test_large_queues_are_not_refused_as_rows():
+    """`max_gather_bytes` bounds rows; of sums over the batch ZeRO itself makes large ones."""
+    mesh, params = jax.sharding.AbstractMesh((8,), ("data",)), {"w": shape(96, 1000)}
+
+    def squares(params, x):
+        total = jnp.tanh(x @ params["w"])
+        return (total.T @ total).max()
+
+    train_step = small.shard_train_step(
+        learned(squares), stage=3, mesh=mesh, comm=jzero.Comm(max_gather_bytes=2**20)
+    )
+    report = train_step.describe(params, shape(512, 96))
+    assert "every device gets an intermediate value whole" in " ".join(str(report).split())
 
 
 def test_a_running_loss_in_16_bits():

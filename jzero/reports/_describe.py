@@ -46,7 +46,7 @@ from jzero.segments._programs import placed_inputs
 from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
+from jzero.sharding.partition._movement import ITERATIONS_DEPEND, REPLICATED, Movement
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
@@ -73,7 +73,8 @@ class Report(Printed):
       accumulator_bytes: on each device, of the sums of gradients and metrics over microbatches.
       schedule: the operations of the step, in order; `print` it. One program if the state is on the devices.
       code_paths: the code paths by which the host updates the state stored there; empty if it updates none.
-      movements: operations that move rows of the batch between devices, because nothing cheaper is exact.
+      movements: operations that move rows of the batch between devices, or large values computed from them,
+        because nothing cheaper is exact.
       whole_arguments: arguments that are replicated, because the devices do not divide their batch dim.
       argument_paths: the path of every leaf of the arguments other than the state.
       argument_bytes: the global size of each.
@@ -179,8 +180,8 @@ class Report(Printed):
             activations          saved on the host for the backward pass: shape, dtype, nbytes, where,
                                  iterations (of the loop that stacks it; else 1), times; None without
                                  Memory(activations=)
-            movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
-                                 nbytes (once), times
+            movements            of rows of the batch and of intermediate values: operation, where, reason,
+                                 value (type and shape; ''), nbytes (once), times
             buckets, device_bytes
                                  in how many buckets offloaded leaves are streamed through a device, and the
                                  most bytes of them on it at a time
@@ -421,7 +422,10 @@ class Report(Printed):
         if self.movements:
             total = sum(m.nbytes * m.times for m in self.movements)
             num = counted(len(self.movements), "operation moves", "operations move")
-            lines.append(f"{num} rows of the batch, {readable_bytes(total)} to each device:")
+            what = "rows of the batch"
+            if any(m.reason == REPLICATED for m in self.movements):
+                what += " or intermediate values"
+            lines.append(f"{num} {what}, {readable_bytes(total)} to each device:")
             found = sorted(self.movements, key=lambda m: -m.nbytes * m.times)
             sizes = [readable_bytes(m.nbytes) + f" of {m.value}" * bool(m.value) for m in found]
             lines += first_lines(

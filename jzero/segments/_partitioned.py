@@ -17,7 +17,7 @@ from jzero.segments._given import TypedPart, axes_of, of_all_devices, stored, wh
 from jzero.segments._planned import PlannedStep, devices_of
 from jzero.sharding.partition._matrix_buckets import DistributedUpdates
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
-from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
+from jzero.sharding.partition._movement import Movement, movements
 from jzero.sharding.partition._partition import DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._writer import OUTPUT
@@ -111,8 +111,8 @@ class Partitioned:
     @property
     def movements(self) -> tuple[Movement, ...]:
         """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
-        moves = map(movement_of, filter(is_of_rows, self.program.moves))
-        return tuple(self._of_step(m) if m.operation == OUTPUT else m for m in moves)
+        found = movements(self.program.moves)
+        return tuple(self._of_step(m) if m.operation == OUTPUT else m for m in found)
 
     def repeated(self, plan: StepPlan, analysis: Analysis) -> tuple[float, list[Repeated]]:
         """The flops of the step, and what its devices repeat of them."""

@@ -58,7 +58,7 @@ class Program:
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
-      movements: rows of the batch that operations move.
+      movements: rows of the batch and intermediate values that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
       extra_work: what the devices do more than once.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).

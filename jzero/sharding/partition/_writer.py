@@ -48,6 +48,7 @@ class DeviceMove(NamedTuple):
       operation: the primitive that needs it, or `OUTPUT`.
       value: its type, `float32[16,64]`.
       local_bytes: of the converted value on a device.
+      leaf: whose gradient, or part of the state, it is; '' if it is an intermediate value.
       times: how often it runs; in a loop of unknown length, once.
     """
 
@@ -60,6 +61,7 @@ class DeviceMove(NamedTuple):
     operation: str
     value: str
     local_bytes: int
+    leaf: str = ""
     times: int = 1
 
 
@@ -127,7 +129,7 @@ class DeviceWriter(JaxprWriter):
                 step.kind, step.axes, sum(n for _, n in step.received), of, self._line(),
                 why or _reason(step), self._operation(),
                 f"{x.aval.dtype}[{','.join(map(str, target.shape))}]",
-                math.prod(step.after.local_shape) * getattr(x.aval.dtype, "itemsize", 4),
+                math.prod(step.after.local_shape) * getattr(x.aval.dtype, "itemsize", 4), leaf,
             )  # fmt: skip
         return x
 

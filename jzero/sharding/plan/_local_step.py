@@ -22,7 +22,7 @@ from jzero._errors import (
     message,
 )
 from jzero.ir._work import Repeated
-from jzero.sharding.partition._movement import Movement
+from jzero.sharding.partition._movement import REPLICATED, Movement
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.plan import _layout, _outputs, _trace, _undeclared
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
@@ -275,7 +275,8 @@ def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, 
 
 def check_movements(movements: Sequence[Movement], most: int) -> None:
     """Refuses a step that gathers more rows at once than `Comm(max_gather_bytes=)`."""
-    bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
+    rows = [m for m in movements if m.reason != REPLICATED]
+    bad = sorted((m for m in rows if m.nbytes > most), key=lambda m: -m.nbytes)
     if bad:
         raise StepError(message(
             _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
