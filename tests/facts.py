@@ -8,35 +8,9 @@ import operator
 from typing import Any
 
 from jzero.ir import _rules
-from jzero.ir._dataflow import backward, forward
+from jzero.ir._dataflow import backward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges
-from jzero.sharding.analysis import _product_reads
 from jzero.tracing import _jaxpr
-
-
-def read_through_views(program, names):
-    """Which of some variables products read, as they are, cast, rearranged, or slices of them."""
-    found = set[Any]()
-
-    def step(region, eqn, ins):
-        if _rules.costs(eqn, _rules.Cost.PRODUCT):
-            found.update(filter(None, ins))
-        is_view = _rules.costs(eqn, *_product_reads._VIEWS)
-        return [ins[0] if is_view else ""] * len(eqn.outvars)
-
-    def across(eqn, edge, name):
-        inside = is_inside(edge.target[0], eqn)
-        over = edges(edge.target[0].around[0] if inside else edge.target[0], eqn)
-        if not inside:  # Out of calls alone.
-            return name if {each.kind for each in over} == {EdgeKind.IN, EdgeKind.OUT} and not any(
-                each.shift for each in over
-            ) else ""  # fmt: skip
-        carried = any(e.kind is EdgeKind.BACK and e.target == edge.target for e in over)
-        return "" if carried or edge.kind is EdgeKind.PREDICATE else name
-
-    start = {(program, var): name for var, name in names.items()}
-    forward(program, start, step, lambda a, b: a or b, "", across)
-    return found
 
 
 def loops(region, eqn):

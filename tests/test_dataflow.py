@@ -16,10 +16,7 @@ import small
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, trip_count
-from jzero.sharding.analysis import (
-    _new_leaves,
-    _product_reads,
-)
+from jzero.sharding.analysis import _new_leaves
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from small import grouped
@@ -97,11 +94,6 @@ def compared(frame, links):
             at = region.at_line(what) if hasattr(what, "primitive") else what
             differences.append(f"{kind} of {at}: {mine}, not {theirs}")
 
-    names = {var: str(i) for i, var in enumerate(frame.jaxpr.invars)}
-    views = facts.read_through_views(frame, names)
-    read = _product_reads.read_through_views(frame, names)
-    for name in names.values():
-        compare("read by products", frame, name, name in views, name in read)
     num = len(frame.jaxpr.outvars)
     for stops in (), range(0, len(frame.jaxpr.eqns), 7):
         mine, theirs = (of.new_leaves(frame, num, stops) for of in (facts, _new_leaves))

@@ -20,7 +20,8 @@ from typing import TypeVar
 from jax.typing import ArrayLike
 
 from jzero.ir import _rules
-from jzero.ir._regions import Region
+from jzero.ir._dataflow import forward
+from jzero.ir._regions import Region, ValueIn
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -45,7 +46,6 @@ class Frame(Region):
 
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
-    unreduced: set[Var] = dataclasses.field(default_factory=set)
 
     def inner(self, eqn: Eqn) -> Sequence[Frame]:
         place = self._places.get(id(eqn))  # None of one that was written in the place of another.
@@ -67,27 +67,27 @@ class Frame(Region):
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
 
-# --------------------------------------------------------------------------------------------------
-# Variance: forward over the equations, to a fixed point in loops.
-
-
 def build_frames(
-    jaxpr: Jaxpr,
-    consts: list[ArrayLike],
-    in_varying: Sequence[Varying],
-    autodiff: str | None = None,
-    around: tuple[Frame, Eqn] | None = None,
+    jaxpr: Jaxpr, consts: list[ArrayLike], in_varying: Sequence[Varying], autodiff: str | None = None
 ) -> Frame:
     """The tree of frames of `jaxpr`, with the variance of every variable."""
-    varying = dict(zip(jaxpr.invars, in_varying, strict=True))
-    varying |= dict.fromkeys(jaxpr.constvars, NOWHERE)
-    frame = Frame(jaxpr, consts, autodiff, around, varying)
-    for index, eqn in enumerate(jaxpr.eqns):
-        flow = _FLOW.get(eqn.primitive.name, _flow_default)
-        outs = flow(frame, index, eqn, frame.reads(eqn))
-        frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
-        _note_unreduced(frame, index, eqn)
-    return frame
+    program = Region(jaxpr, consts, autodiff)
+    starts: dict[ValueIn, Varying] = {
+        (program, var): axes for var, axes in zip(jaxpr.invars, in_varying, strict=True)
+    }
+    found = forward(program, starts, _varying_results, frozenset.union, NOWHERE)
+    return frames_of(program, lambda region, atom: found.get((region, atom), NOWHERE))
+
+
+def _varying_results(region: Region, eqn: Eqn, ins: Sequence[Varying]) -> Sequence[Varying]:
+    if eqn.primitive.name == "optimization_barrier":
+        return ins
+    if eqn.primitive.name in AGREEING and not eqn.params.get("axis_index_groups"):
+        return [axes - set(_jaxpr.axes_of(eqn)) for axes in ins]
+    out = NOWHERE.union(*ins)
+    if eqn.primitive.name in COLLECTIVES:
+        out |= set(_jaxpr.axes_of(eqn))
+    return [out] * len(eqn.outvars)
 
 
 def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Frame:
@@ -104,90 +104,6 @@ def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Fra
     return frame
 
 
-def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[Var]]) -> set[Var]:
-    """The results of an equation that a jaxpr inside it returns from what is noted there."""
-    return {
-        out
-        for child in frame.children.get(index, ())
-        for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=False)
-        if not _jaxpr.is_literal(atom) and atom in noted(child)
-    }
-
-
-def _child(
-    frame: Frame, eqn: Eqn, jaxpr: Jaxpr, consts: list[ArrayLike], ins: Sequence[Varying]
-) -> Frame:
-    return build_frames(jaxpr, consts, ins, frame.pass_of(eqn), (frame, eqn))
-
-
-def _union(ins: Sequence[Varying]) -> Varying:
-    return NOWHERE.union(*ins)
-
-
-def _flow_default(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
-    call = _jaxpr.call_parts(eqn)
-    if call is not None:
-        child = _child(frame, eqn, *call, ins)
-        frame.children[index] = [child]
-        return child.out_varying
-    if eqn.primitive.name == "optimization_barrier":
-        return ins
-    out = _union(ins)
-    if eqn.primitive.name in AGREEING and not eqn.params.get("axis_index_groups"):
-        return [axes - set(_jaxpr.axes_of(eqn)) for axes in ins]
-    if eqn.primitive.name in COLLECTIVES:
-        out |= set(_jaxpr.axes_of(eqn))
-    return [out] * len(eqn.outvars)
-
-
-def _flow_scan(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
-    scan = _jaxpr.scan_parts(eqn)
-    consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
-    while True:
-        child = _child(frame, eqn, scan.body, scan.body_consts, [*consts, *carry, *xs])
-        new = [a | b for a, b in zip(carry, child.out_varying, strict=False)]
-        if new == carry:
-            break
-        carry = new
-    frame.children[index] = [child]
-    return [*carry, *child.out_varying[scan.num_carry :]]
-
-
-def _flow_while(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
-    loop = _jaxpr.while_parts(eqn)
-    cond_ins, body_ins, carry = split(ins, loop.num_cond_consts, loop.num_body_consts)
-    while True:
-        cond = _child(frame, eqn, loop.cond, loop.cond_consts, [*cond_ins, *carry])
-        body = _child(frame, eqn, loop.body, loop.body_consts, [*body_ins, *carry])
-        # Devices that leave the loop at different times carry different values out of it.
-        trips = _union(cond.out_varying)
-        new = [a | b | trips for a, b in zip(carry, body.out_varying, strict=True)]
-        if new == carry:
-            break
-        carry = new
-    frame.children[index] = [cond, body]
-    return carry
-
-
-def _flow_cond(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
-    choice, *operands = ins
-    branches = [_child(frame, eqn, *branch, operands) for branch in _jaxpr.cond_parts(eqn)]
-    frame.children[index] = branches
-    outs = []
-    for i, axes in enumerate(zip(*(branch.out_varying for branch in branches), strict=True)):
-        pending = choice and any(is_unreduced(b, b.jaxpr.outvars[i]) for b in branches)
-        # Each device adds the gradient of its own branch to a reduction that all take part in later.
-        outs.append(_union(axes) if pending else _union(axes) | choice)
-    return outs
-
-
-_FLOW: dict[str, Callable[[Frame, int, Eqn, list[Varying]], list[Varying]]] = {
-    "scan": _flow_scan,
-    "while": _flow_while,
-    "cond": _flow_cond,
-}
-
-
 def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
     """Cuts `items` after `sizes`; the last piece is the rest."""
     pieces: list[list[Item]] = []
@@ -198,29 +114,17 @@ def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
     return [*pieces, list(items[start:])]
 
 
-# --------------------------------------------------------------------------------------------------
-# Unreduced values: results of reductions, and of linear operations on them, that may wait.
-
-
 def is_unreduced(frame: Frame, atom: Atom) -> bool:
-    """Whether `atom` is an unreduced sum over devices."""
-    return not _jaxpr.is_literal(atom) and atom in frame.unreduced
-
-
-def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
-    name = eqn.primitive.name
-    if name in REDUCTIONS:
-        for out, axes in zip(eqn.outvars, frame.reads(eqn), strict=False):
-            if axes and not frame.varies(out):
-                frame.unreduced.add(out)
-    elif name == "cond" and frame.reads(eqn)[0]:
-        same = {out for out in eqn.outvars if not frame.varies(out)}
-        frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
-    elif index in frame.children and name not in _FLOW:  # a call
-        frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
-    elif _rules.sum_waits(eqn):
-        if all(is_unreduced(frame, atom) for atom in eqn.invars):
-            frame.unreduced.update(eqn.outvars)
+    """Whether `atom` is a sum that the step itself takes over devices, or a view or cast of one."""
+    if _jaxpr.is_literal(atom) or (i := frame.makers.get(atom)) is None or frame.varies(atom):
+        return False
+    eqn = frame.jaxpr.eqns[i]
+    if eqn.primitive.name in REDUCTIONS:
+        return bool(frame.varies(eqn.invars[eqn.outvars.index(atom)]))
+    if _jaxpr.call_parts(eqn) is not None:
+        (child,) = frame.inner(eqn)
+        return is_unreduced(child, child.jaxpr.outvars[eqn.outvars.index(atom)])
+    return _rules.sum_waits(eqn) and all(is_unreduced(frame, x) for x in eqn.invars)
 
 
 def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:
