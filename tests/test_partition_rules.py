@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 from jzero.ir._layout import Layout, replicated
-from jzero.sharding.partition._movement import is_of_rows, movement_of
+from jzero.sharding.partition._movement import is_of_rows, movements
 from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.tracing import _jaxpr, _rewrite
@@ -702,7 +702,7 @@ class Configuration:
         outs = [None] * len(flat.outvars)
         self.local = partition(flat, consts, MESH, ins, outs, keeps_padding=True)
         moves = [m for m in self.local.moves if is_of_rows(m) and m.operation != OUTPUT]
-        self.moves = [str(movement_of(m)) for m in moves]
+        self.moves = [*map(str, movements(moves))]
 
     @property
     def is_padded(self) -> bool:

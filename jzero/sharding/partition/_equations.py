@@ -28,7 +28,7 @@ from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, joined, next_outer, put, sized
+from jzero.sharding.partition._values import DeviceValue, followed, joined, next_outer, sized
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -164,8 +164,7 @@ def reshard(
                 continue
             same = [e for e in (d, *range(len(shape))) if shape[e : e + 1] == (dim.true,)]
             if same and value.aval.size > dim.true:
-                want = frame.replicated(shape).with_dims({same[0]: dim})
-                layout = joined(layout, want, axes & v.rows)
+                layout = followed(layout, v.layout, [(same[0], d)], axes & v.rows)
     if layout == value.layout:
         return value
     atoms = {**value.atoms, layout: frame.at(value, layout)}
@@ -200,13 +199,9 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
         own, factors = other.invars.index(atom), _rules.factors_of(other)
         for j, x in enumerate(other.invars):
             beside = None if _jaxpr.is_literal(x) else frame.values.get(x)
-            if beside is None or not beside.rows or beside.layout.partial:
-                continue
-            for f in factors:
-                d, e = f.ins[own], f.ins[j]
-                if d is not None and e is not None and x.aval.shape[e] == value.aval.shape[d]:
-                    want = frame.replicated(value.aval.shape).with_dims({d: beside.layout.dims[e]})
-                    layout = joined(layout, want, beside.rows)
+            if beside is not None and beside.rows and not beside.layout.partial:
+                dims = ((f.ins[own], f.ins[j]) for f in factors)
+                layout = followed(layout, beside.layout, dims, beside.rows)
     return None if layout.is_replicated else layout
 
 
@@ -242,16 +237,11 @@ def _beside(
     elementwise = _rules.costs(eqn, Cost.ELEMENTWISE)
     if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
         return None
-    shape = ins[k].aval.shape
-    layout = frame.replicated(shape)
+    layout = frame.replicated(ins[k].aval.shape)
     others = [v for v in ins if not v.layout.partial and (elementwise or v.rows)]
     for other in sorted(others, key=lambda v: v.make is not None):
-        for factor in factors:
-            j = next(j for j, v in enumerate(ins) if v is other)
-            d, e = factor.ins[k], factor.ins[j]
-            if d is not None and e is not None and other.aval.shape[e] == shape[d]:
-                own = frame.replicated(shape).with_dims({d: other.layout.dims[e]})
-                layout = joined(layout, own)
+        j = next(j for j, v in enumerate(ins) if v is other)
+        layout = followed(layout, other.layout, ((f.ins[k], f.ins[j]) for f in factors))
     return layout
 
 
@@ -264,16 +254,10 @@ def met(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> Layout:
     """The result's layout if no operand is converted; partial sums do not count, lazy operands come last."""
-    shape = eqn.outvars[0].aval.shape
-    layout = frame.replicated(shape)
+    layout = frame.replicated(eqn.outvars[0].aval.shape)
     order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
     for k in (k for k in order if not ins[k].layout.partial):
-        for factor in factors:
-            d, to = factor.ins[k], factor.outs[0]
-            if d is not None and to is not None and ins[k].aval.shape[d] == shape[to]:
-                layout = joined(
-                    layout, frame.replicated(shape).with_dims({to: ins[k].layout.dims[d]})
-                )
+        layout = followed(layout, ins[k].layout, ((f.outs[0], f.ins[k]) for f in factors))
     return layout
 
 
@@ -418,7 +402,7 @@ class _FactorChoice:
         for value in lead:
             d, outer = _place(value, axis)
             for i, factor in enumerate(self.factors):
-                if self._is_at(value, factor, d):
+                if any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True)):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
         may = axis not in self.frame.over_time  # Microbatches cannot exchange rows.
@@ -428,9 +412,6 @@ class _FactorChoice:
         return (
             None if best is None or best.cost and self._is_cheaper_replicated(axis, best) else best
         )
-
-    def _is_at(self, value: DeviceValue, factor: Factor, d: int) -> bool:
-        return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
 
     def _is_cheaper_replicated(self, axis: str, best: _Candidate) -> bool:
         """Whether an equation of state alone is cheaper on gathered operands, with a replicated result."""
@@ -502,18 +483,15 @@ class _FactorChoice:
             cost += price
         if _is_reduced(factor):
             cost += self._sum_price(axis, dim.true)
-        elif elsewhere and self._ends_in_rows(factor) or lost and self._has_displaced(axis):
+        elif (
+            # A look-up in columns ends with an all-to-all to rows, as do rows along another dim.
+            elsewhere and self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
+            or lost and any(axis in v.displaced for v in self.ins)
+        ):
             cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
             return
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
-
-    def _has_displaced(self, axis: str) -> bool:
-        return any(axis in v.displaced for v in self.ins)
-
-    def _ends_in_rows(self, factor: Factor) -> bool:
-        """Whether a look-up in columns ends with an all-to-all to rows."""
-        return self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
 
     def _end_price(self, axis: str) -> int:
         """The price of an all-to-all of the results back to batch-sharded."""
@@ -528,7 +506,9 @@ class _FactorChoice:
         leave.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
-        summed = {p.axis for p in self.partial} | self._reduced_axes()
+        summed = {p.axis for p in self.partial} | {
+            cut.axis for dim in self.chosen.values() for cut in dim.cuts
+        }
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
@@ -547,12 +527,6 @@ class _FactorChoice:
         """The axes over which the factors chosen so far shard the result."""
         kept = [dim for i, dim in self.chosen.items() if not _is_reduced(self.factors[i])]
         return {cut.axis for dim in kept for cut in dim.cuts}
-
-    def _reduced_axes(self) -> set[str]:
-        """The axes over which the factors chosen so far make the result partial."""
-        return {
-            cut.axis for dim in self.chosen.values() for cut in dim.cuts
-        } - self._axes_of_result()
 
     def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
         """A factor's cuts with one more axis; None if the axis cannot shard it."""
@@ -688,15 +662,13 @@ class _Written:
     def _end_in_rows(self, value: DeviceValue) -> None:
         """Look-ups in columns become batch-sharded, gradients do not, [Note: columns of tables]."""
         indices, numbers = self.ins[1], self.eqn.params["dimension_numbers"]
-        window = self._window_axes()
+        window = self._columns() & indices.rows
         if len(self.ins) > 2:
             value.rows -= window
         elif window:
-            layout = value.layout.without(window)
             places = [d for d in range(value.aval.ndim) if d not in numbers.offset_dims]
-            for d, dim in zip(places, indices.layout.dims, strict=False):
-                for cut in (cut for cut in dim.cuts if cut.axis in window):
-                    layout = put(layout, d, dim, cut) or layout
+            dims = zip(places, range(len(places)), strict=True)
+            layout = followed(value.layout.without(window), indices.layout, dims, window)
             self.frame.at(value, layout)
             value.layout, value.rows = layout, (value.rows | window) & layout.axes
 
@@ -708,10 +680,6 @@ class _Written:
         if layout:
             self.frame.at(value, layout)
             value.layout, value.displaced = layout, value.displaced - axes
-
-    def _window_axes(self) -> frozenset[str]:
-        """The axes over which a table's columns are sharded, and the indices into it have rows."""
-        return self._columns() & self.ins[1].rows
 
     def _columns(self) -> frozenset[str]:
         """The axes over which a table's columns are sharded."""
@@ -843,9 +811,6 @@ def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
         return before
     if eqn.primitive.name == "reshape":
         return before.reduced([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
-    found = Layout(tuple(map(Dim, shape)), before.mesh)
-    for factor in _rules.factors_of(eqn):
-        d, to = factor.ins[0], factor.outs[0]
-        if d is not None and to is not None and before.shape[d] == shape[to]:
-            found = joined(found, found.with_dims({to: before.dims[d]}))
+    dims = ((f.outs[0], f.ins[0]) for f in _rules.factors_of(eqn))
+    found = followed(Layout(tuple(map(Dim, shape)), before.mesh), before, dims)
     return None if found.is_replicated else found

@@ -14,7 +14,7 @@ from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.ir._rules import Cost
-from jzero.sharding.partition._values import Hint, joined, put
+from jzero.sharding.partition._values import Hint, followed, joined
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
@@ -136,16 +136,11 @@ def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> Hint 
         return out
     if not atom.aval.shape:
         return None
-    found, others = Layout(tuple(map(Dim, atom.aval.shape)), out.layout.mesh), atom.aval.ndim
-    for factor in factors:
-        d, e = factor.ins[k], factor.outs[0]
-        if d is None or e is None or atom.aval.shape[d] != to[e]:
-            continue
-        others -= 1
-        for cut in out.layout.dims[e].cuts:
-            found = put(found, d, out.layout.dims[e], cut) or found
-    is_part = _rules.costs(eqn, Cost.JOIN)
-    return _hint(found, "" if others and not is_part else out.leaf, out.is_firm)
+    dims = [(f.ins[k], f.outs[0]) for f in factors]
+    found = followed(Layout(tuple(map(Dim, atom.aval.shape)), out.layout.mesh), out.layout, dims)
+    same = [d for d, e in dims if d is not None and e is not None and atom.aval.shape[d] == to[e]]
+    is_whole = len(same) == atom.aval.ndim or _rules.costs(eqn, Cost.JOIN)
+    return _hint(found, out.leaf if is_whole else "", out.is_firm)
 
 
 def _across(eqn: Eqn, edge: Edge, hint: Hint | None) -> Hint | None:

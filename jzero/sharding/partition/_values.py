@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
@@ -120,13 +120,25 @@ def put(layout: Layout, d: int, want: Dim, cut: AxisCut) -> Layout | None:
     return layout.with_dims({d: new}) if fits(new.size, layout.digits(new.cuts)) else None
 
 
-def joined(layout: Layout, want: Layout, axes: frozenset[str] | None = None) -> Layout:
-    """`layout`, and as many of the cuts of `want` (over some axes) as fit beside its own."""
-    for d, dim in enumerate(want.dims):
-        for cut in dim.cuts:
-            if axes is None or cut.axis in axes:
-                layout = put(layout, d, dim, cut) or layout
+def followed(
+    layout: Layout, want: Layout, dims: Iterable[tuple[int | None, int | None]],
+    axes: Collection[str] | None = None,
+) -> Layout:  # fmt: skip
+    """`layout`, and as many cuts (over some axes) of another value's layout as fit beside its own.
+
+    `dims` are pairs of a dim of it and one of the other value, as factors make them the same.
+    """
+    for d, e in dims:
+        if d is not None and e is not None:
+            for cut in want.dims[e].cuts:
+                if axes is None or cut.axis in axes:
+                    layout = put(layout, d, want.dims[e], cut) or layout
     return layout
+
+
+def joined(layout: Layout, want: Layout, axes: Collection[str] | None = None) -> Layout:
+    """`followed` for two layouts of one value."""
+    return followed(layout, want, ((d, d) for d in range(len(want.dims))), axes)
 
 
 def common(a: Layout, b: Layout) -> Layout:
