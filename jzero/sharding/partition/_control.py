@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
-from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
+from jzero.ir._layout import AxisCut, Layout, Partial, fits
 from jzero.ir._regions import Region, trip_count
 from jzero.ir._rules import Cost
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
@@ -25,7 +25,7 @@ from jzero.sharding.partition._movement import ITERATIONS_DEPEND
 from jzero.sharding.partition._values import DeviceValue, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
 RunRegion = Callable[[DeviceFrame, Region, Sequence[DeviceValue]], list[DeviceValue]]
 _ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had before.
@@ -38,8 +38,7 @@ def run_inner(
     name = eqn.primitive.name
     if name == "scan":
         rows = _RowScanWriter(frame, region, eqn, ins, run)
-        scan = rows if rows.can_write() else _ScanWriter(frame, region, eqn, ins, run)
-        return scan.write()
+        return (rows if rows.can_write() else _ScanWriter(frame, region, eqn, ins, run)).write()
     if name == "while":
         return _WhileWriter(frame, region, eqn, ins, run).write()
     if name == "cond":
@@ -66,10 +65,19 @@ def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]
     return outs
 
 
+def _new(aval: Aval, layout: Layout, rows: frozenset[str] = frozenset()) -> DeviceValue:
+    """A value in a new variable."""
+    x = _jaxpr.var_like(aval, layout.local_shape)
+    return DeviceValue(aval, layout, {layout: x}, rows & layout.axes)
+
+
+def _vars(values: Sequence[DeviceValue]) -> list[Any]:
+    return [v.atoms[v.layout] for v in values]
+
+
 # -- loops ---------------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class _CarryLayout:
-    """The layout of a carry in all iterations."""
+class _CarryLayout(NamedTuple):
+    """The layout of a carry in all iterations, and the axes over which it is batch-sharded."""
 
     layout: Layout
     rows: frozenset[str]
@@ -91,13 +99,11 @@ class _LoopWriter:
         return [self.frame.effect_token] if _jaxpr.has_ordered_effects(self.eqn) else []
 
     def enter_effects(self, inner: DeviceFrame) -> list[Var]:
-
         found = [*map(_jaxpr.new_var, self.effect_tokens)]
         inner.effect_token = found[0] if found else inner.effect_token
         return found
 
     def end_effects(self, ended: Sequence[Var]) -> None:
-
         for token in ended:
             self.frame.end_effects_of(token)
 
@@ -113,26 +119,20 @@ class _LoopWriter:
         for value in values:
             self.frame.reduce(value)
 
-    def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
-        each = zip(init, self.is_own(), strict=False)
+    def layouts(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
         return [
             _CarryLayout(self.frame.replicated(v.aval.shape) if own else v.layout, v.rows)
-            for v, own in each
+            for v, own in zip(init, self.is_own(), strict=False)
         ]
 
     def is_own(self) -> list[bool]:
         """Which results are device-varying."""
         return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
-    def variables(self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]) -> list[Var]:
-        pairs = zip(carries, init, strict=True)
-        return [_jaxpr.var_like(v.aval, c.layout.local_shape) for c, v in pairs]
-
-    def values(
-        self, carries: Sequence[_CarryLayout], vars: Sequence[Var], init: Sequence[DeviceValue]
+    def carried(
+        self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]
     ) -> list[DeviceValue]:  # fmt: skip
-        each = zip(carries, vars, init, strict=True)
-        return [DeviceValue(v.aval, c.layout, {c.layout: x}, c.rows) for c, x, v in each]
+        return [_new(v.aval, c.layout, c.rows) for c, v in zip(carries, init, strict=True)]
 
     def after(
         self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
@@ -146,10 +146,6 @@ class _LoopWriter:
             found.append(_CarryLayout(layout, (old.rows | value.rows) & layout.axes))
         return found
 
-    def results(self, layouts: Sequence[Layout]) -> list[Var]:
-        each = zip(self.eqn.outvars, layouts, strict=True)
-        return [_jaxpr.var_like(var.aval, layout.local_shape) for var, layout in each]
-
 
 @dataclasses.dataclass
 class _ScanWriter(_LoopWriter):
@@ -158,33 +154,36 @@ class _ScanWriter(_LoopWriter):
     def __post_init__(self) -> None:
         self.parts = _jaxpr.scan_parts(self.eqn)
         (self.body,) = self.region.inner(self.eqn)
-        first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
-        self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.accumulates = [
-            self._waits(j) and _only_accumulates(self.body, first + j, j)
-            for j in range(last - first)
-        ]
+        first, num = self.parts.num_consts, self.parts.num_carry
+        self.consts, self.init, self.xs = split(self.ins, first, num)
         self.reduce(self.xs)
+
+    def write(self) -> list[DeviceValue]:
+        self.accumulates = [self._waits(j) and self.sums(j) for j in range(len(self.init))]
         self.reduce([v for v, kept in zip(self.init, self.accumulates, strict=True) if not kept])
         # Devices do not divide iterations: each has its shard of every slice.
         self.stacks = [*map(self._stack, self.xs)]
-
-    def write(self) -> list[DeviceValue]:
-        carries = self.carries(self.init)
+        carries = self.layouts(self.init)
+        # The first attempt takes zeros for a partial sum: its program must not be used.
+        least = 1 if any(map(self._from_zero, range(len(carries)))) else 0
         for attempt in range(_ATTEMPTS):
             ins, inner, outs = self._iteration(attempt, carries)
-            num = len(carries)
-            for v, kept in zip(outs[:num], self._may_be_partial(), strict=True):
+            ends = outs[: len(carries)]
+            for v, kept in zip(ends, self._may_be_partial(), strict=True):
                 if not kept:
                     inner.reduce(v)
-            new = self.after(attempt, carries, outs[:num])
-            # The first attempt takes zeros for a partial sum: its program must not be used.
-            if new == carries and not (
-                attempt == 0 and any(self._from_zero(j) for j in range(num))
-            ):
+            new = self.after(attempt, carries, ends)
+            if new == carries and attempt >= least:
                 return self._written(inner, ins, carries, outs)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
+
+    def sums(self, j: int) -> bool:
+        """Whether a carry is a sum of terms of iterations that nothing else in the body reads or returns."""
+        jaxpr = self.body.jaxpr
+        out, carry = jaxpr.outvars[j], jaxpr.invars[self.parts.num_consts + j]
+        once = sum(atom is out for atom in jaxpr.outvars) == 1
+        return once and _sum_of(self.body, carry) is out
 
     def _stack(self, value: DeviceValue) -> Layout:
         """The layout that iterations slice; of state in an inner loop, as gathered before the outer one."""
@@ -222,78 +221,63 @@ class _ScanWriter(_LoopWriter):
         stacks = map(self._is_accumulated, self.eqn.outvars[len(carries) :])
         ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
         inner.accumulated = frozenset(x for x, waits in ends if waits)
-        vars, tokens = self.variables(carries, self.init), self.enter_effects(inner)
-        values = [inner.entered(v) for v in self.consts]
-        carried = self.values(carries, vars, self.init)
+        carried, tokens = self.carried(carries, self.init), self.enter_effects(inner)
         for j, value in enumerate(carried):
             # Zeros become a partial sum when a partial sum is added to them.
             value.fill = self.init[j].fill if attempt == 0 and self._from_zero(j) else None
-        rows, slices = list[Var](), list[DeviceValue]()
-        for v, stack in zip(self.xs, self.stacks, strict=True):
-            layout = dataclasses.replace(stack, dims=stack.dims[1:])
-            rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
-            axes = layout.axes
-            slices.append(
-                DeviceValue(
-                    _slice_type(v),
-                    layout,
-                    {layout: rows[-1]},
-                    v.rows & axes,
-                    firm=v.firm & axes,
-                    displaced=v.displaced & axes,
-                    origin=v.origin,
-                )
-            )
+        slices = [*map(self._slice, self.xs, self.stacks)]
+        values = [inner.entered(v) for v in self.consts]
         outs = self.run(inner, self.body, [*values, *carried, *slices])
-        return [*vars, *tokens, *rows], inner, outs
+        return [*_vars(carried), *tokens, *_vars(slices)], inner, outs
+
+    def _slice(self, value: DeviceValue, stack: Layout) -> DeviceValue:
+        layout = dataclasses.replace(stack, dims=stack.dims[1:])
+        row = _new(_jaxpr.var_like(value.aval, layout.shape).aval, layout, value.rows)
+        row.firm, row.displaced = value.firm & layout.axes, value.displaced & layout.axes
+        row.origin = value.origin
+        return row
 
     def _written(
         self, inner: DeviceFrame, ins: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue]
     ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
-        accumulated = [*map(self._is_accumulated, self.eqn.outvars[num:])]
-        rows, ended_tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
-        for v, waits in zip(outs[num:], accumulated, strict=True):
+        stacks, accumulated = self.eqn.outvars[num:], [*map(self._is_accumulated, self.eqn.outvars)]
+        rows, tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
+        for v, waits in zip(outs[num:], accumulated[num:], strict=True):
             if not waits:
                 inner.reduce_at_exit(v, opened=inner.is_opened())
             rows.append(v if waits else _before_casts(v))
-        ends += [*ended_tokens, *(inner.at(v, v.layout) for v in rows)]
-        body = inner.function(self.parts.body, ins, ends)
+        body = inner.function(
+            self.parts.body, ins, [*ends, *tokens, *(inner.at(v, v.layout) for v in rows)]
+        )
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
         frame.reason = ITERATIONS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
-        stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
-        layouts = [c.layout for c in carries]
-        avals = [var.aval for var in self.eqn.outvars[:num]]
-        for var, v in zip(self.eqn.outvars[num:], rows, strict=True):
-            first = frame.replicated(var.aval.shape[:1]).dims
-            layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
-            avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
-        pairs = zip(avals, layouts, strict=True)
-        results = [_jaxpr.var_like(aval, layout.local_shape) for aval, layout in pairs]
-        operands = [*inner.imports, *starts, *self.effect_tokens, *stacks]
-        ended = [*map(_jaxpr.new_var, ended_tokens)]
-        like = _without_consts(self.eqn, "jaxpr", body)
+        sliced = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
+        found = self.carried(carries, self.init)
+        found += [self._stacked(var, v) for var, v in zip(stacks, rows, strict=True)]
+        ended = [*map(_jaxpr.new_var, tokens)]
         frame.eqns.append(
             _jaxpr.scan_like(
-                like, body, operands, [*results[:num], *ended, *results[num:]], len(inner.imports),
+                _without_consts(self.eqn, "jaxpr", body), body,
+                [*inner.imports, *starts, *self.effect_tokens, *sliced],
+                [*_vars(found[:num]), *ended, *_vars(found[num:])], len(inner.imports),
                 num + len(ended), self.parts.length, self.parts.reverse,
             )
         )  # fmt: skip
         self.end_effects(ended)
-        axes = [*(c.rows for c in carries), *(v.rows for v in rows)]
-        origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
-        found = [
-            DeviceValue(aval, layout, {layout: x}, r, origin=origin)
-            for aval, layout, x, r, origin in zip(
-                avals, layouts, results, axes, origins, strict=True
-            )
-        ]
-        for value, row in zip(found[num:], rows, strict=True):
-            value.displaced = row.displaced & value.layout.axes
-        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], accumulated, strict=True)
-        return [*found[:num], *(v if waits else self._cast(x, v, row) for x, v, row, waits in each)]
+        for j in (j for j in range(num, len(outs)) if not accumulated[j]):
+            found[j] = self._cast(self.eqn.outvars[j], found[j], outs[j])
+        return found
+
+    def _stacked(self, var: Var, row: DeviceValue) -> DeviceValue:
+        first = self.frame.replicated(var.aval.shape[:1]).dims
+        layout = dataclasses.replace(row.layout, dims=(*first, *row.layout.dims))
+        stack = _new(_jaxpr.var_like(row.aval, var.aval.shape).aval, layout, row.rows)
+        stack.displaced = row.displaced & layout.axes
+        stack.origin = None if row.rows else row.origin
+        return stack
 
     def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
         """Casts a stack as its slices were cast, since iterations stack partial sums before their casts."""
@@ -334,39 +318,27 @@ def _before_casts(v: DeviceValue) -> DeviceValue:
 
 
 @dataclasses.dataclass
-class _RowScanWriter(_LoopWriter):
+class _RowScanWriter(_ScanWriter):
     """Writes a `scan` along the batch: each device runs the iterations of its own rows.
 
     Nothing in the body is sharded, and nothing communicates. A carry must be unchanged, or a sum over
     iterations that the body does not read.
     """
 
-    def __post_init__(self) -> None:
-        self.parts = _jaxpr.scan_parts(self.eqn)
-        (self.body,) = self.region.inner(self.eqn)
-        first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
-        self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.reduce(self.xs)
-        self.stacks = [*dict.fromkeys(v.layout.dims[0] for v in self.xs if _is_of_rows(v))]
-
     def can_write(self) -> bool:
         """Whether all axes shard the rows that it slices, and no other operand is batch-sharded."""
-        if len(self.stacks) != 1 or self.stacks[0].pad is not None:
+        self.rows = [*dict.fromkeys(v.layout.dims[0] for v in self.xs if _is_of_rows(v))]
+        if len(self.rows) != 1 or self.rows[0].pad is not None:
             return False
         if _jaxpr.has_side_effects(self.eqn):  # Each device would have only those of its rows.
             return False
-        axes = {cut.axis for cut in self.stacks[0].cuts}
+        axes = {cut.axis for cut in self.rows[0].cuts}
         others = [*self.consts, *self.init, *(v for v in self.xs if not _is_of_rows(v))]
-        own = axes == {axis for axis, n in self.frame.mesh.items() if n > 1}
-        return (
-            own and not any(v.rows for v in others) and all(map(self._may_carry, self._carries()))
-        )
-
-    def _carries(self) -> range:
-        return range(len(self.init))
-
-    def _may_carry(self, j: int) -> bool:
-        return self._stays(j) or _sums(self.body, self.parts.num_consts + j, j)
+        if axes != {axis for axis, n in self.frame.mesh.items() if n > 1} or any(
+            v.rows for v in others
+        ):
+            return False
+        return all(self._stays(j) or self.sums(j) for j in range(len(self.init)))
 
     def _stays(self, j: int) -> bool:
         jaxpr = self.body.jaxpr
@@ -374,55 +346,37 @@ class _RowScanWriter(_LoopWriter):
 
     def write(self) -> list[DeviceValue]:
         """Writes the loop; its results are partial sums and batch-sharded stacks."""
-        inner, frame, (stack,) = self.inner(self.body), self.frame, self.stacks
-        num, axes = len(self.init), frozenset(cut.axis for cut in stack.cuts)
-        jaxpr = self.body.jaxpr
-        own = [_jaxpr.new_var(x) for x in jaxpr.invars[self.parts.num_consts :]]
-        ins = [*map(self._constant(inner), self.consts)]
-        ins += [self._own(x.aval, x) for x in own]
-        outs = self.run(inner, self.body, ins)
+        inner, frame, (rows,) = self.inner(self.body), self.frame, self.rows
+        num, axes = len(self.init), frozenset(cut.axis for cut in rows.cuts)
+        self.reduce(self.consts)
+        ins = [inner.entered(frame.as_replicated(v)) for v in self.consts]
+        own = [
+            _new(var.aval, frame.replicated(var.aval.shape))
+            for var in self.body.jaxpr.invars[len(ins) :]
+        ]
+        outs = self.run(inner, self.body, [*ins, *own])
         inner.source = self.eqn
         ends = [inner.at(v, frame.replicated(v.aval.shape)) for v in outs]
-        body = inner.function(self.parts.body, own, ends)
+        body = inner.function(self.parts.body, _vars(own), ends)
         frame.source = self.eqn
-        layouts = [self._carried(j, axes) for j in self._carries()]
+        sums = [*map(Partial, sorted(axes))]
+        layouts = [frame.replicated(v.aval.shape) for v in self.init]
+        layouts = [
+            layout if self._stays(j) else layout.with_partial(*sums)
+            for j, layout in enumerate(layouts)
+        ]
         starts = [frame.at(v, layout) for v, layout in zip(self.init, layouts, strict=True)]
-        xs = [self._rows_of(v.aval.shape, stack) for v in self.xs]
-        slices = [frame.at(v, layout) for v, layout in zip(self.xs, xs, strict=True)]
-        layouts += [self._rows_of(var.aval.shape, stack) for var in self.eqn.outvars[num:]]
-        results = self.results(layouts)
-        operands = [*inner.imports, *starts, *slices]
-        length = self.parts.length // math.prod(frame.mesh[axis] for axis in axes)
+        slices = [frame.at(v, frame.sharded(v.aval.shape, {0: rows})) for v in self.xs]
+        layouts += [frame.sharded(var.aval.shape, {0: rows}) for var in self.eqn.outvars[num:]]
+        found = [_new(var.aval, c, axes) for var, c in zip(self.eqn.outvars, layouts, strict=True)]
         frame.eqns.append(
             _jaxpr.scan_like(
-                _without_consts(self.eqn, "jaxpr", body), body, operands, results,
-                len(inner.imports), num, length, self.parts.reverse,
+                _without_consts(self.eqn, "jaxpr", body), body, [*inner.imports, *starts, *slices],
+                _vars(found), len(inner.imports), num, self.parts.length // frame.replicated(()).num(axes),
+                self.parts.reverse,
             )
         )  # fmt: skip
-        each = zip(self.eqn.outvars, layouts, results, strict=True)
-        found = [DeviceValue(var.aval, c, {c: x}, axes & c.axes) for var, c, x in each]
         return [self.init[j] if j < num and self._stays(j) else v for j, v in enumerate(found)]
-
-    def _constant(self, inner: DeviceFrame) -> Callable[[DeviceValue], DeviceValue]:
-        def constant(v: DeviceValue) -> DeviceValue:
-            self.frame.reduce(v)
-            value = self._own(
-                v.aval, inner.brought(self.frame.at(v, self.frame.replicated(v.aval.shape)))
-            )
-            return dataclasses.replace(value, fill=v.fill)
-
-        return constant
-
-    def _own(self, aval: Any, x: Atom) -> DeviceValue:
-        layout = self.frame.replicated(aval.shape)
-        return DeviceValue(aval, layout, {layout: x})
-
-    def _carried(self, j: int, axes: frozenset[str]) -> Layout:
-        layout = self.frame.replicated(self.init[j].aval.shape)
-        return layout if self._stays(j) else layout.with_partial(*map(Partial, sorted(axes)))
-
-    def _rows_of(self, shape: Sequence[int], stack: Dim) -> Layout:
-        return self.frame.sharded(shape, {0: stack})
 
 
 def _is_of_rows(v: DeviceValue) -> bool:
@@ -446,13 +400,6 @@ def _same(region: Region, atom: Atom) -> Atom:
         else:
             break
     return atom
-
-
-def _sums(body: Region, i: int, j: int) -> bool:
-    """Whether a carry is a sum of terms of iterations that nothing else in the body reads or returns."""
-    out: Any = body.jaxpr.outvars[j]
-    once = sum(atom is out for atom in body.jaxpr.outvars) == 1
-    return once and _sum_of(body, body.jaxpr.invars[i]) is out
 
 
 def _sum_of(region: Region, var: Var) -> Var | None:
@@ -497,23 +444,6 @@ def _added_to(region: Region, var: Var) -> Var | None:
         if region.readers.get(var) == [len(eqns)]:
             return var if eqn.primitive.name in _rules.ADDS else None
     return None
-
-
-def _slice_type(v: DeviceValue) -> Any:
-    return _jaxpr.var_like(v.aval, v.aval.shape[1:]).aval
-
-
-def _only_accumulates(body: Region, i: int, j: int) -> bool:
-
-    eqns, out, carry = body.jaxpr.eqns, body.jaxpr.outvars[j], body.jaxpr.invars[i]
-    while len(readers := body.readers.get(carry, [])) == 1 and readers[0] < len(eqns):
-        eqn = eqns[readers[0]]
-        if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
-            return False
-        if not _rules.keeps_dtype(eqn):
-            return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is out
-        (carry,) = eqn.outvars
-    return False
 
 
 @dataclasses.dataclass
@@ -579,13 +509,11 @@ class _WhileWriter(_LoopWriter):
         self, pinned: Callable[[_CarryLayout], _CarryLayout], replicated: bool = False
     ) -> list[DeviceValue] | None:  # fmt: skip
         """The loop; None if devices leave it by themselves, and would have to communicate in it."""
-        carries = [*map(pinned, self.carries(self.init))]
+        carries = [*map(pinned, self.layouts(self.init))]
         for attempt in range(_ATTEMPTS):
-            inner, vars = self.inner(self.body), self.variables(carries, self.init)
-            carried = self.values(carries, vars, self.init)
-            values = [*map(inner.entered, self.body_consts), *carried]
-            vars += self.enter_effects(inner)
-            outs = self.run(inner, self.body, values)
+            inner, carried = self.inner(self.body), self.carried(carries, self.init)
+            vars = [*_vars(carried), *self.enter_effects(inner)]
+            outs = self.run(inner, self.body, [*map(inner.entered, self.body_consts), *carried])
             for v in outs:
                 inner.reduce(v)
             returned = self.after(attempt, carries, outs)
@@ -617,25 +545,22 @@ class _WhileWriter(_LoopWriter):
                 return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
-        layouts = [c.layout for c in carries]
-        results = self.results(layouts)
+        found = self.carried(carries, self.init)
         like = _without_consts(self.eqn, "cond_jaxpr", cond)
         like = _without_consts(like, "body_jaxpr", body)
         params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
         like = _jaxpr.with_effects_of_programs(like.replace(params=params))
         ended = [*map(_jaxpr.new_var, ended_tokens)]
         operands = [*test.imports, *inner.imports, *starts, *self.effect_tokens]
-        frame.clone(like, operands, [*results, *ended])
+        frame.clone(like, operands, [*_vars(found), *ended])
         self.end_effects(ended)
-        each = zip(self.eqn.outvars, carries, results, strict=True)
-        return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
+        return found
 
     def _predicate(
         self, carries: Sequence[_CarryLayout], replicated: bool
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
-        test, vars = self.inner(self.cond), self.variables(carries, self.init)
-        carried = self.values(carries, vars, self.init)
-        vars += self.enter_effects(test)
+        test, carried = self.inner(self.cond), self.carried(carries, self.init)
+        vars = [*_vars(carried), *self.enter_effects(test)]
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
         test.reduce(go)
@@ -705,18 +630,14 @@ def _branches(
         own = [each.brought(x) for x in order]
         body = each.function(_jaxpr.open_jaxpr(closed)[0], [], outs)
         branches.append(_closed(closed, _jaxpr.replaced(body, invars=own)))
-    each_out = zip(eqn.outvars, layouts, strict=True)
-    results = [_jaxpr.var_like(var.aval, layout.local_shape) for var, layout in each_out]
+    rows = [frozenset(a for v in values for a in v.rows) for values in zip(*returned, strict=True)]
+    found = [*map(_new, (var.aval for var in eqn.outvars), layouts, rows)]
+    ended = [*map(_jaxpr.new_var, ends[0][len(found) :])]
     params = eqn.params | dict(branches=tuple(branches))
-    ended = [*map(_jaxpr.new_var, ends[0][len(results) :])]
     like = _jaxpr.with_effects_of_programs(eqn.replace(params=params))
-    frame.clone(like, [predicate, *order], [*results, *ended])
+    frame.clone(like, [predicate, *order], [*_vars(found), *ended])
     for token in ended:
         frame.end_effects_of(token)
-    found = []
-    for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
-        rows = frozenset(a for outs in returned for a in outs[j].rows)
-        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & layout.axes))
     return found
 
 

@@ -28,7 +28,7 @@ from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, followed, joined, next_outer, sized
+from jzero.sharding.partition._values import DeviceValue, followed, next_outer, sized
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -47,7 +47,9 @@ def passes_partial(eqn: Eqn) -> bool:
     if _rules.costs(eqn, Cost.CAST):
         return _rules.keeps_dtype(eqn)
     x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    if name == "slice":  # Most of it, as all queues of experts but the row for tokens without a place.
+    if (
+        name == "slice"
+    ):  # Most of it, as all queues of experts but the row for tokens without a place.
         return 2 * out.size > x.size
     if name in ("pad", "broadcast_in_dim"):
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
@@ -485,8 +487,11 @@ class _FactorChoice:
             cost += self._sum_price(axis, dim.true)
         elif (
             # A look-up in columns ends with an all-to-all to rows, as do rows along another dim.
-            elsewhere and self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
-            or lost and any(axis in v.displaced for v in self.ins)
+            elsewhere
+            and self.eqn.primitive.name in ("gather", "scatter-add")
+            and factor.ins[1] is None
+            or lost
+            and any(axis in v.displaced for v in self.ins)
         ):
             cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
