@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from jzero._components import Components
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, edges
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Literal, Var
+from jzero.tracing._types import Atom, Eqn, Literal
 
 Fact = TypeVar("Fact")
+Item = TypeVar("Item")
 Node = TypeVar("Node", bound=Hashable)
 Facts = Mapping[ValueIn, Fact]
 # What an equation that holds no programs makes of the facts of its operands; backward, of its results.
@@ -43,7 +43,9 @@ def forward(
       across: what becomes of a fact along an edge.
       literal: the facts of constants that are written into equations; `nothing` if it is not given.
     """
-    return _Flow(program, facts, step, join, nothing, across, literal).run()
+    flow = _Flow(dict(facts), step, join, nothing, across, literal)
+    flow.visit(program)
+    return flow.found
 
 
 def backward(
@@ -51,7 +53,9 @@ def backward(
     across: Across[Fact] = lambda eqn, edge, fact: fact,
 ) -> dict[ValueIn, Fact]:  # fmt: skip
     """The facts of all values, backward from the results; `step` maps facts of results to operands."""
-    return _Flow(program, facts, step, join, nothing, across, backward=True).run()
+    flow = _Flow(dict(facts), step, join, nothing, across, backward=True)
+    flow.visit(program)
+    return flow.found
 
 
 def union(
@@ -68,21 +72,11 @@ def union(
     return found
 
 
-class _Item(NamedTuple):
-    """An equation in the worklist; or the results of its programs in `region` (backward: arguments)."""
-
-    region: Region
-    holder: Region
-    eqn: Eqn
-    holds: bool  # whether it holds programs
-
-
 @dataclasses.dataclass
 class _Flow(Generic[Fact]):
-    """A worklist in program order. Facts of carries only grow; all others are computed anew."""
+    """Facts while they spread: in program order, and in the programs of a loop until carries stay."""
 
-    program: Region
-    given: Facts[Fact]
+    found: dict[ValueIn, Fact]
     step: Transfer[Fact]
     join: Join[Fact]
     nothing: Fact
@@ -91,88 +85,67 @@ class _Flow(Generic[Fact]):
     backward: bool = False
 
     def __post_init__(self) -> None:
-        self._found = dict(self.given)
-        self._items = [*self._items_of(self.program)]
-        # All are due once, in their order; `_due` are those before `_next` that are due again.
-        self._next, self._due = 0, list[int]()
-        self._is_again = False  # Whether the one at hand is due again, and so what reads it may be.
-        self._is_due = set[int]()
-        self._over: dict[tuple[Region, int], dict[ValueIn, list[Edge]]] = {}
+        self._given = dict(self.found)
 
-    @functools.cached_property
-    def _places(self) -> dict[tuple[Region, int | None], int]:
-        return {
-            (item.region, id(item.eqn) if item.region is item.holder else None): number
-            for number, item in enumerate(self._items)
-        }
+    def visit(self, region: Region) -> None:
+        for eqn in self._in_order(region.jaxpr.eqns):
+            if inner := region.inner(eqn):
+                self._visit_programs(region, eqn, inner)
+                continue
+            ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
+            given, results = self._in_order(ends)
+            facts = self.step(region, eqn, [self._fact(region, atom) for atom in given])
+            for atom, fact in zip(results, facts, strict=True):
+                self._note((region, atom), fact)
 
-    def _items_of(self, region: Region) -> Iterator[_Item]:
-        order = reversed if self.backward else iter
-        for eqn in order(region.jaxpr.eqns):
-            inner = region.inner(eqn)
-            yield _Item(region, region, eqn, bool(inner))
-            for each in order(inner):
-                yield from self._items_of(each)
-                yield _Item(each, region, eqn, True)
-
-    def run(self) -> dict[ValueIn, Fact]:
-        while self._due or self._next < len(self._items):
-            self._is_again = bool(self._due)
-            if self._is_again:
-                number = heapq.heappop(self._due)
-                self._is_due.remove(number)
-            else:
-                number, self._next = self._next, self._next + 1
-            region, holder, eqn, holds = self._items[number]
-            for end, over in self._edges_to(holder, eqn).items() if holds else ():
-                starts = [each.target if self.backward else each.source for each in over]
-                if any(start[0] is region for start in starts):
-                    pairs = zip(over, starts, strict=True)
-                    found = [self.across(eqn, each, self._fact(*start)) for each, start in pairs]
-                    goes_round = any(each.kind is EdgeKind.BACK for each in over)
-                    self._note(end, functools.reduce(self.join, found), goes_round)
-            if not holds:
-                ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
-                given, results = reversed(ends) if self.backward else ends
-                facts = self.step(region, eqn, [self._fact(region, atom) for atom in given])
-                for atom, fact in zip(results, facts, strict=True):
-                    self._note((region, atom), fact)
-        return self._found
+    def _visit_programs(self, region: Region, eqn: Eqn, inner: Sequence[Region]) -> None:
+        ends = self._edges_to(region, eqn)
+        into = {end: over for end, over in ends.items() if end[0] is not region}
+        is_first = True
+        while self._arrive(eqn, into) or is_first:
+            is_first = False
+            for each in self._in_order(inner):
+                self.visit(each)
+        self._arrive(eqn, {end: over for end, over in ends.items() if end not in into})
 
     def _edges_to(self, region: Region, eqn: Eqn) -> dict[ValueIn, list[Edge]]:
         """The edges across an equation, by the variables at their ends."""
-        if (key := (region, id(eqn))) not in self._over:
-            found = self._over[key] = dict[ValueIn, list[Edge]]()
-            for edge in edges(region, eqn):
-                end = edge.source if self.backward else edge.target
-                if not _jaxpr.is_literal(end[1]):
-                    found.setdefault(end, []).append(edge)
-        return self._over[key]
+        found: dict[ValueIn, list[Edge]] = {}
+        for edge in edges(region, eqn):
+            end = edge.source if self.backward else edge.target
+            if not _jaxpr.is_literal(end[1]):
+                found.setdefault(end, []).append(edge)
+        return found
+
+    def _arrive(self, eqn: Eqn, ends: Mapping[ValueIn, Sequence[Edge]]) -> bool:
+        """Whether a fact at the end of an edge is new."""
+        is_new = False
+        for end, over in ends.items():
+            starts = (edge.target if self.backward else edge.source for edge in over)
+            each = zip(over, starts, strict=True)
+            facts = [self.across(eqn, edge, self._fact(*start)) for edge, start in each]
+            goes_round = any(edge.kind is EdgeKind.BACK for edge in over)
+            is_new |= self._note(end, functools.reduce(self.join, facts), goes_round)
+        return is_new
+
+    def _in_order(self, items: Sequence[Item]) -> Iterable[Item]:
+        return reversed(items) if self.backward else items
 
     def _fact(self, region: Region, atom: Atom) -> Fact:
         if _jaxpr.is_literal(atom):
             return self.nothing if self.literal is None else self.literal(atom)
-        return self._found.get((region, atom), self.nothing)
+        return self.found.get((region, atom), self.nothing)
 
-    def _note(self, value: ValueIn, fact: Fact, gains: bool = False) -> None:
+    def _note(self, value: ValueIn, fact: Fact, grows: bool = False) -> bool:
+        """Whether it is new."""
         region, atom = value
         if _jaxpr.is_literal(atom):
-            return
+            return False
         old = self._fact(region, atom)
-        if gains or self.backward:  # Backward, others read it, too.
+        if grows or self.backward:  # Backward, others read it, too.
             fact = self.join(old, fact)
-        elif value in self.given:
-            fact = self.join(self.given[value], fact)
+        elif value in self._given:
+            fact = self.join(self._given[value], fact)
         if fact != old:
-            self._found[value] = fact
-            if gains or self._is_again:
-                self._have_due(region, atom)
-
-    def _have_due(self, region: Region, var: Var) -> None:
-        eqns = region.jaxpr.eqns
-        made = region.makers.get(var, len(eqns))
-        for i in [made] if self.backward else region.readers.get(var, ()):
-            number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None), self._next)
-            if number < self._next and number not in self._is_due:
-                self._is_due.add(number)
-                heapq.heappush(self._due, number)
+            self.found[value] = fact
+        return bool(fact != old)

@@ -361,7 +361,6 @@ def _same(dims: list[int], eqn: Eqn) -> list[Factor]:
 
 
 def leading(trailing: int | Callable[[Eqn], int]) -> FactorsOf:
-
     def factors(eqn: Eqn) -> list[Factor]:
         num = trailing if isinstance(trailing, int) else trailing(eqn)
         return _same(list(range(eqn.invars[0].aval.ndim - num)), eqn)

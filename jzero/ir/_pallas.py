@@ -8,7 +8,6 @@ which rows these are, and its programs share nothing, a device runs those of its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from jzero.ir import _rules
@@ -53,18 +52,11 @@ def _is_apart(eqn: Eqn, axis: int, promised: bool) -> bool:
     mapping = eqn.params["grid_mapping"]
     # A kernel numbers the grid as it was before `vmap` added dims; from the end, too.
     numbered = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
-    inside = list(_all_equations(eqn.params["jaxpr"]))
+    inside = [*_jaxpr.walk(_jaxpr.open_jaxpr(eqn.params["jaxpr"])[0])]
     if any(e.primitive.name in _NUMBERS and numbered[e.params["axis"]] == axis for e in inside):
         return False
     alone = all(e.primitive.name in _SHARES_NOTHING for e in inside)
     return promised or (alone and not len(mapping.scratch_avals))
-
-
-def _all_equations(jaxpr: Any) -> Iterator[Eqn]:
-    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from _all_equations(inner)
 
 
 def _along(eqn: Eqn, axis: int) -> Factor | None:

@@ -68,7 +68,10 @@ class Frame(Region):
 
 
 def build_frames(
-    jaxpr: Jaxpr, consts: list[ArrayLike], in_varying: Sequence[Varying], autodiff: str | None = None
+    jaxpr: Jaxpr,
+    consts: list[ArrayLike],
+    in_varying: Sequence[Varying],
+    autodiff: str | None = None,
 ) -> Frame:
     """The tree of frames of `jaxpr`, with the variance of every variable."""
     program = Region(jaxpr, consts, autodiff)

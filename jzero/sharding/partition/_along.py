@@ -179,7 +179,6 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
 
 
 def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
-
     return lax.index_in_dim(x, 0 if reverse else -1, dim, keepdims=False)
 
 

@@ -34,7 +34,6 @@ _ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had befo
 def run_inner(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue], run: RunRegion
 ) -> list[DeviceValue]:  # fmt: skip
-
     name = eqn.primitive.name
     if name == "scan":
         rows = _RowScanWriter(frame, region, eqn, ins, run)
@@ -380,7 +379,6 @@ class _RowScanWriter(_ScanWriter):
 
 
 def _is_of_rows(v: DeviceValue) -> bool:
-
     return any(cut.axis in v.rows for cut in v.layout.dims[0].cuts)
 
 

@@ -117,7 +117,6 @@ def _of(num: int, one: Layout) -> Layout:
 
 
 def _one(frame: DeviceFrame, stack: Atom, i: int) -> Atom:
-
     _, *shape = stack.aval.shape
     row = frame.slice(stack, (i, *[0] * len(shape)), (i + 1, *shape))
     return frame.reshape(row, shape)

@@ -43,7 +43,6 @@ class WrittenStep(NamedTuple):
         return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
 
     def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
-
         return tuple(axis for name in names for axis in self.axis_names[name])
 
 

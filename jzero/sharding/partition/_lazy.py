@@ -147,7 +147,6 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
 
 
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
-
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
     line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
     return frame.inline(_spread, (layout.local_shape, d), line)

@@ -74,7 +74,6 @@ def _may_sum(frame: DeviceFrame, dim: Dim) -> bool:
 
 
 def is_look_up(eqn: Eqn, factor: Factor) -> bool:
-
     return eqn.primitive.name == "gather" and factor.reduces is not None
 
 

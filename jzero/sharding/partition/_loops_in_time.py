@@ -161,11 +161,9 @@ class _Levels:
         return [i for i in range(num) if i not in self.loop and i not in self.sums]
 
     def is_local(self, var: Var) -> bool:
-
         return var in self.differs
 
     def is_made_in_loop(self, var: Var) -> bool:
-
         return self.maker.get(var) in self.loop
 
 
@@ -191,7 +189,6 @@ def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
 
 
 def is_over(eqn: Eqn, axis: str) -> bool:
-
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return axis in (axes if isinstance(axes, tuple) else (axes,))
 

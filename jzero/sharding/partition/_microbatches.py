@@ -126,7 +126,6 @@ class _LoopsWriter:
         self.stacks: dict[Var, Var] = {}
 
     def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
-
         live = _rewrite.without_unread(self.outer.eqns, outs, lambda _: True)
         found: Any = _jaxpr.replaced(
             self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live
@@ -134,7 +133,6 @@ class _LoopsWriter:
         return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
 
     def run(self) -> None:
-
         for loop, once in zip([*self.plan.loops, None], self.plan.once, strict=True):
             for eqn in (self.jaxpr.eqns[i] for i in once):
                 if not is_stacked(eqn, self.axis):

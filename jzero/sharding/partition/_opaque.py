@@ -40,7 +40,6 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 
 
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
-
     (x,) = value.atoms.values()
     layout = frame.replicated(value.aval.shape).with_partial(
         *map(Partial, sorted(of_rows.layout.axes))
@@ -91,6 +90,5 @@ def _refusal(eqn: Eqn, value: DeviceValue) -> StepError:
 
 
 def _row_dims(value: DeviceValue) -> set[int]:
-
     dims = enumerate(value.layout.dims)
     return {d for d, dim in dims if any(cut.axis in value.rows for cut in dim.cuts)}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jzero.sharding.partition._values import DeviceValue, Hint
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.partition._written import joined_over_time
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def partition(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
         automatic, distributed, written,
     )  # fmt: skip
-    frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
+    frame = DeviceFrame((jaxpr.eqns or _nothing().eqns)[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
@@ -131,7 +131,7 @@ def partition(
         frame.returns = j
         x = frame.at(value, layout)
         atoms.append(x if j in unmasked else _with_zeros(frame, x, layout, given))
-    made = frame.function(_template(), own, atoms)
+    made = frame.function(_nothing(), own, atoms)
     moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
     return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves)
@@ -196,25 +196,21 @@ def _with_zeros(
     return x
 
 
-def moves_of(jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove]) -> tuple[DeviceMove, ...]:
-
-    return tuple(_moves(jaxpr, by_result, 1))
-
-
-def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:
+def moves_of(
+    jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove], times: int = 1
+) -> tuple[DeviceMove, ...]:
     """The moves of a program in order; in a loop, of all iterations."""
+    found = list[DeviceMove]()
     for eqn in jaxpr.eqns:
-        if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
-            yield move._replace(nbytes=move.nbytes * times, times=times)
+        if eqn.outvars and (move := by_result.get(eqn.outvars[0])) is not None:
+            found.append(move._replace(nbytes=move.nbytes * times, times=times))
         for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (trip_count(eqn) or 1))
+            num = times * (trip_count(eqn) or 1)
+            found += moves_of(_jaxpr.open_jaxpr(inner)[0], by_result, num)
+    return tuple(found)
 
 
-def _nowhere() -> Eqn:
-    """An equation whose line stands for those of a step without any."""
-    return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
-
-
-def _template() -> Any:
-
-    return _jaxpr.trace_here(lambda: ()).jaxpr
+def _nothing() -> Jaxpr:
+    """A program of one equation, whose line stands for those of a step without any."""
+    traced = _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32))
+    return _jaxpr.open_jaxpr(traced.jaxpr)[0]

@@ -19,7 +19,6 @@ from jzero.tracing._types import Eqn
 
 
 def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-
     if _may_be_asked(frame, value):
         layout, asked = _requested(frame, eqn, value.layout)
         if layout != value.layout:

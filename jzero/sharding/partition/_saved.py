@@ -59,7 +59,6 @@ class Loops:
 
 
 def saved_value(var: Var, eqn: Eqn, num: int = 1) -> SavedValue:
-
     what = f"{var.aval.dtype}{list(var.aval.shape)}"
     return SavedValue(what, _jaxpr.summary(eqn), _rules.size_in_bytes(var.aval) * num)
 

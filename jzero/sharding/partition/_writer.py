@@ -134,16 +134,13 @@ class DeviceWriter(JaxprWriter):
         return x
 
     def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
-
         itemsize = getattr(aval.dtype, "itemsize", 4)
         return conversion(source, target, itemsize, self.prices, self.still)
 
     def _line(self) -> str:
-
         return _jaxpr.summary(self.source)
 
     def _operation(self) -> str:
-
         return self.source.primitive.name
 
     def step(self, x: Atom, step: LayoutStep) -> Atom:
@@ -339,7 +336,6 @@ def _split_for_exchange(
 
 
 def communicates(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove]) -> bool:
-
     return any(eqn.outvars and eqn.outvars[0] in moves for eqn in _jaxpr.walk(jaxpr))
 
 
