@@ -129,6 +129,12 @@ def edges(region: Region, eqn: Eqn) -> list[Edge]:
     return [*of(region, eqn, inner)]
 
 
+def holder(region: Region, eqn: Eqn) -> Region:
+    """The region of an equation, where `region` is that, or one inside the equation."""
+    inside = region.around is not None and region.around[1] is eqn
+    return region.around[0] if region.around is not None and inside else region
+
+
 def region_of(eqns: Iterable[Eqn]) -> Region:
     return Region(Flat([], [], [], [*eqns]), [])
 

@@ -50,12 +50,7 @@ class GivenStep(NamedTuple):
         flat = self.jaxpr._replace(invars=[*takes], outvars=[*gives], eqns=eqns)
         written = self.written
         if written is not None:
-            frame: Any = written.frame
-            place = {id(eqn): i for i, eqn in enumerate(frame.jaxpr.eqns)}
-            inner = {k: frame.children.get(place[id(eqn)]) for k, eqn in enumerate(eqns)}
-            children = {k: frames for k, frames in inner.items() if frames is not None}
-            own = dataclasses.replace(frame, jaxpr=flat, children=children)
-            written = written._replace(frame=own)
+            written = written._replace(frame=written.frame.of(flat))  # type: ignore[arg-type]
         return self._replace(jaxpr=flat, written=written)
 
 

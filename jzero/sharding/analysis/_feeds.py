@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import backward
-from jzero.ir._regions import Edge, EdgeKind, Region, edges, trip_count
+from jzero.ir._regions import Edge, EdgeKind, Region, edges, holder, trip_count
 from jzero.sharding.analysis._frames import Frame
-from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
 
@@ -33,22 +32,17 @@ def _step(region: Region, eqn: Eqn, outs: Sequence[bool]) -> Sequence[bool]:
 
 
 def _across(eqn: Eqn, edge: Edge, feeds: bool) -> bool:
-    (source, _), (target, _) = edge.source, edge.target
-    inside = source.around is not None and source.around[1] is eqn
-    holder = source.around[0] if source.around is not None and inside else source
+    around = holder(edge.source[0], eqn)
     if edge.kind is EdgeKind.PREDICATE:
         # Whether an iteration or a branch runs is no part of what it computes.
-        return (feeds and target is holder) or _is_of_a_pass(holder, eqn)
+        return (feeds and edge.target[0] is around) or _is_of_a_pass(around, eqn)
     if edge.kind is EdgeKind.PAST:  # A loop of so many iterations has one.
         return feeds and trip_count(eqn) is None
-    return feeds or (edge.kind is EdgeKind.IN and _is_chosen(holder, eqn))
+    return feeds or (edge.kind is EdgeKind.IN and _is_chosen(around, eqn))
 
 
-def _is_chosen(holder: Region, eqn: Eqn) -> bool:
+def _is_chosen(around: Region, eqn: Eqn) -> bool:
     """Whether each device chooses for itself which program of an equation runs."""
-    assert isinstance(holder, Frame)
-    choices = (edge.source for edge in edges(holder, eqn) if edge.kind is EdgeKind.PREDICATE)
-    return any(
-        region is holder and not _jaxpr.is_literal(x) and bool(holder.varies(x))
-        for region, x in choices
-    )
+    assert isinstance(around, Frame)
+    choices = (edge.source for edge in edges(around, eqn) if edge.kind is EdgeKind.PREDICATE)
+    return any(region is around and bool(around.varies(x)) for region, x in choices)

@@ -13,7 +13,8 @@ are found about its variables:
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -45,19 +46,16 @@ class Frame(Region):
     """A region, and facts about its variables."""
 
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
-    children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
 
-    def inner(self, eqn: Eqn) -> Sequence[Frame]:
-        place = self._places.get(id(eqn))  # None of one that was written in the place of another.
-        return super().inner(eqn) if place is None else self.children.get(place, ())
-
-    @functools.cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(eqn): index for index, eqn in enumerate(self.jaxpr.eqns)}
+    def of(self, jaxpr: Jaxpr) -> Frame:
+        """The frame of another jaxpr with some of its equations, about which the facts stay."""
+        found = dataclasses.replace(self, jaxpr=jaxpr)
+        found._inner.update(self._inner)
+        return found
 
     def varies(self, atom: Atom) -> Varying:
         """The axes over which `atom` differs between devices."""
-        return NOWHERE if _jaxpr.is_literal(atom) else self.varying[atom]
+        return NOWHERE if _jaxpr.is_literal(atom) else self.varying.get(atom, NOWHERE)
 
     def reads(self, eqn: Eqn) -> list[Varying]:
         return [self.varies(atom) for atom in eqn.invars]
@@ -93,17 +91,17 @@ def _varying_results(region: Region, eqn: Eqn, ins: Sequence[Varying]) -> Sequen
     return [out] * len(eqn.outvars)
 
 
-def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Frame:
+def frames_of(
+    program: Region, varies: Callable[[Region, Atom], Varying], around: tuple[Frame, Eqn] | None = None
+) -> Frame:  # fmt: skip
     """The tree of frames of a program, with given variance."""
     jaxpr = program.jaxpr
     made = (out for eqn in jaxpr.eqns for out in eqn.outvars)
     varying = {var: varies(program, var) for var in [*jaxpr.constvars, *jaxpr.invars, *made]}
-    frame = Frame(jaxpr, program.consts, program.autodiff, None, varying)
-    for index, eqn in enumerate(jaxpr.eqns):
-        if inner := program.inner(eqn):
-            frame.children[index] = [frames_of(each, varies) for each in inner]
-            for child in frame.children[index]:
-                child.around = frame, eqn
+    frame = Frame(jaxpr, program.consts, program.autodiff, around, varying)
+    for eqn in jaxpr.eqns:
+        inner = program.inner(eqn)
+        frame._inner[id(eqn)] = [frames_of(each, varies, (frame, eqn)) for each in inner]
     return frame
 
 
@@ -130,11 +128,7 @@ def is_unreduced(frame: Frame, atom: Atom) -> bool:
     return _rules.sum_waits(eqn) and all(is_unreduced(frame, x) for x in eqn.invars)
 
 
-def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:
+def num_reads(jaxpr: Jaxpr) -> Counter[Var]:
     """How often each variable is read or returned."""
-    uses: dict[Var, int] = {}
-    for atoms in [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]:
-        for atom in atoms:
-            if not _jaxpr.is_literal(atom):
-                uses[atom] = uses.get(atom, 0) + 1
-    return uses
+    read = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
+    return Counter(atom for atom in read if not _jaxpr.is_literal(atom))

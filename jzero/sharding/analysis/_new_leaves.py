@@ -55,7 +55,7 @@ def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
         outs = [found.get(out, 0) for out in eqn.outvars]
         if not any(outs):
             continue
-        children = frame.children.get(i, ())
+        children = frame.inner(eqn)
         if children and (eqn.primitive.name == "cond" or _jaxpr.call_parts(eqn) is not None):
             for child in children:
                 inner: LeafSets = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, edges, variables
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, edges, holder, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -46,8 +46,8 @@ def read_through_views(root: Frame, names: Mapping[Var, str]) -> frozenset[str]:
 
 def _across(eqn: Eqn, edge: Edge, name: str) -> str:
     """Into programs, but no carries of loops; out of calls alone."""
-    around = edge.target[0].around
-    if around is None or around[1] is not eqn:
+    around = holder(edge.target[0], eqn)
+    if around is edge.target[0]:
         return name if _jaxpr.call_parts(eqn) is not None else ""
-    back = (each.target for each in edges(around[0], eqn) if each.kind is EdgeKind.BACK)
+    back = (each.target for each in edges(around, eqn) if each.kind is EdgeKind.BACK)
     return "" if edge.kind is EdgeKind.PREDICATE or edge.target in back else name

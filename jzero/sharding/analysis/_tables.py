@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import backward
-from jzero.ir._regions import Edge, Region, ValueIn
+from jzero.ir._regions import Edge, Region, ValueIn, holder
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
@@ -75,8 +75,6 @@ def _step(num: int, region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Seque
 
 def _across(eqn: Eqn, edge: Edge, kept: KeptDims) -> KeptDims:
     """Operands of loops and branches of a pass are gathered."""
-    region = edge.source[0]
-    inside = region.around is not None and region.around[1] is eqn
-    holder = region.around[0] if region.around is not None and inside else region
-    passes = _jaxpr.call_parts(eqn) is not None or (holder.pass_of(eqn) is None and not edge.shift)
+    in_pass = holder(edge.source[0], eqn).pass_of(eqn) is not None
+    passes = _jaxpr.call_parts(eqn) is not None or not (in_pass or edge.shift)
     return kept if kept is None or passes else NO_DIM

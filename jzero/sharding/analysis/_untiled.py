@@ -22,7 +22,9 @@ _PASSED = _rules.named(Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.CAST) 
 _READ_BY = {
     "gather": "a look-up reads it whole",
     "conv_general_dilated": "a convolution reads it whole",
-    "dot_general": "a product reads it whole: the other operand is sharded too, or it rests over other axes",
+    "dot_general": (
+        "a product reads it whole: the other operand is sharded too, or it is stored over other axes"
+    ),
     "scan": "a loop reads it whole in every iteration",
     "while": "a loop reads it whole in every iteration",
     "cond": "a branch reads it whole",
@@ -30,7 +32,7 @@ _READ_BY = {
 _MADE_BY = {
     "scatter-add": "its gradient is that of a look-up",
     "conv_general_dilated": "its gradient is that of a convolution",
-    "dot_general": "it rests over other mesh axes, or its sum is one of several",
+    "dot_general": "it is stored over other mesh axes, or its sum is one of several",
     "scan": "a loop adds it up before it is reduced",
     "while": "a loop adds it up before it is reduced",
 }
@@ -64,7 +66,7 @@ def untiled(jaxpr: Any, tile_bytes: int | None, gathers: bool) -> tuple[Untiled,
     Args:
       jaxpr: of the program.
       tile_bytes: the bound; None for none.
-      gathers: whether parameters rest in shards. If not, what is gathered is what rests whole.
+      gathers: whether parameters are stored sharded. If not, what is gathered is stored replicated.
     """
     if tile_bytes is None:
         return ()
@@ -93,7 +95,7 @@ def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
         whole = collective.outvars[0] if gathered else collective.invars[0]
         other = _reader(atom, readers) if gathered else _maker(atom, makers)
         if gathered and other is None:
-            continue  # It is returned: a new parameter that rests whole.
+            continue  # It is returned: a new parameter that is stored replicated.
         why = (
             "its tiles cannot be smaller" if _jaxpr.in_scope(eqn, TILES) else _why(other, gathered)
         )

@@ -70,7 +70,7 @@ def find_update_subgraphs(frame: Frame, links: Links, names: Names) -> list[Upda
     """The update subgraphs of a frame that read or make sharded values, in order."""
     eqns = frame.jaxpr.eqns
     plain = [_is_plain(frame, eqn) for eqn in eqns]
-    hard = [plain[i] and _needs_whole(frame, i, eqn) for i, eqn in enumerate(eqns)]
+    hard = [plain[i] and _needs_whole(frame, eqn) for i, eqn in enumerate(eqns)]
     if not any(hard):
         return []
     constant = _constants(frame, plain)
@@ -125,9 +125,8 @@ def _is_plain(frame: Frame, eqn: Eqn) -> bool:
     return not any(frame.varies(atom) for atom in [*eqn.invars, *eqn.outvars])
 
 
-def _needs_whole(frame: Frame, index: int, eqn: Eqn) -> bool:
-    children = frame.children.get(index, ())
-    if not children:
+def _needs_whole(frame: Frame, eqn: Eqn) -> bool:
+    if not (children := frame.inner(eqn)):
         return _is_hard(eqn)
     inner = (each for child in children for each in child.walk())
     return any(not f.inner(e) and _is_hard(e) for f, e in inner)
@@ -283,10 +282,10 @@ def _sharded_reads(subgraph: UpdateSubgraph) -> list[Var]:
 
 def _all_equations(frame: Frame, subgraph: UpdateSubgraph) -> Iterator[Eqn]:
     """Equations of a subgraph, and those of the jaxprs inside them."""
-    for index in subgraph.eqns:
-        yield frame.jaxpr.eqns[index]
-        for child in frame.children.get(index, ()):
-            yield from (eqn for _, eqn in child.walk())
+    for eqn in (frame.jaxpr.eqns[index] for index in subgraph.eqns):
+        yield eqn
+        for child in frame.inner(eqn):
+            yield from (each for _, each in child.walk())
 
 
 def _type(atom: Atom) -> Hashable:

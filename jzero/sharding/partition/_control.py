@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import AxisCut, Layout, Partial, fits
-from jzero.ir._regions import Region, trip_count
-from jzero.ir._rules import Cost
+from jzero.ir._regions import Region
 from jzero.sharding.analysis._frames import split
+from jzero.sharding.partition._carries import added_to, source_of, sum_of
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
@@ -182,7 +182,7 @@ class _ScanWriter(_LoopWriter):
         jaxpr = self.body.jaxpr
         out, carry = jaxpr.outvars[j], jaxpr.invars[self.parts.num_consts + j]
         once = sum(atom is out for atom in jaxpr.outvars) == 1
-        return once and _sum_of(self.body, carry) is out
+        return once and sum_of(self.body, carry) is out
 
     def _stack(self, value: DeviceValue) -> Layout:
         """The layout that iterations slice; of state in an inner loop, as gathered before the outer one."""
@@ -202,7 +202,7 @@ class _ScanWriter(_LoopWriter):
 
     def _is_accumulated(self, var: Var) -> bool:
         """Whether the enclosing loop only accumulates it, so that it stays partial until the loop's end."""
-        out = _added_to(self.region, var)
+        out = added_to(self.region, var)
         return out is not None and out in self.frame.accumulated
 
     def _from_zero(self, j: int) -> bool:
@@ -341,7 +341,7 @@ class _RowScanWriter(_ScanWriter):
 
     def _stays(self, j: int) -> bool:
         jaxpr = self.body.jaxpr
-        return _same(self.body, jaxpr.outvars[j]) is jaxpr.invars[self.parts.num_consts + j]
+        return source_of(self.body, jaxpr.outvars[j]) is jaxpr.invars[self.parts.num_consts + j]
 
     def write(self) -> list[DeviceValue]:
         """Writes the loop; its results are partial sums and batch-sharded stacks."""
@@ -380,68 +380,6 @@ class _RowScanWriter(_ScanWriter):
 
 def _is_of_rows(v: DeviceValue) -> bool:
     return any(cut.axis in v.rows for cut in v.layout.dims[0].cuts)
-
-
-def _same(region: Region, atom: Atom) -> Atom:
-    """The source of a value, through identities and calls that only pass it on."""
-    while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
-        eqn = region.jaxpr.eqns[i]
-        k, inner = eqn.outvars.index(atom), region.inner(eqn)
-        if eqn.primitive.name in _rules.IDENTITIES:
-            atom = eqn.invars[k]
-        elif len(inner) == 1 and trip_count(eqn) == 1:
-            (body,) = inner
-            own = _same(body, body.jaxpr.outvars[k])
-            if own not in body.jaxpr.invars:
-                break
-            atom = eqn.invars[body.jaxpr.invars.index(own)]
-        else:
-            break
-    return atom
-
-
-def _sum_of(region: Region, var: Var) -> Var | None:
-    """The result that a value becomes by adding terms, also in calls; None if anything else reads it."""
-    eqns = region.jaxpr.eqns
-    while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
-        eqn, inner = eqns[readers[0]], region.inner(eqns[readers[0]])
-        name, k = eqn.primitive.name, eqn.invars.index(var)
-        if sum(atom is var for atom in eqn.invars) > 1:  # Doubled.
-            return None
-        if len(inner) == 1 and trip_count(eqn) == 1:
-            outs = inner[0].jaxpr.outvars
-            found = _sum_of(inner[0], inner[0].jaxpr.invars[k])
-            if found is None or sum(atom is found for atom in outs) != 1:
-                return None
-            var = eqn.outvars[outs.index(found)]
-        elif _adds_to(eqn, name, k):
-            var = eqn.outvars[k if name == "optimization_barrier" else 0]
-        else:
-            return None
-    return var if region.readers.get(var) == [len(eqns)] else None
-
-
-def _adds_to(eqn: Eqn, name: str, k: int) -> bool:
-    """Whether an equation adds a term to its operand k, subtracts one, or leaves it as it is."""
-    adds = name in _rules.ADDS or name == "sub" and k == 0
-    same = eqn.invars[k].aval.dtype == eqn.outvars[0].aval.dtype
-    alike = eqn.invars[k].aval.shape == eqn.outvars[0].aval.shape
-    return adds and same and alike or _rules.keeps_dtype(eqn) or name == "optimization_barrier"
-
-
-def _added_to(region: Region, var: Var) -> Var | None:
-    """The result to which a value, or a view of it, is only added; None if there is none."""
-    eqns = region.jaxpr.eqns
-    while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
-        eqn = eqns[readers[0]]
-        if len(eqn.outvars) > 1 or not (
-            _rules.costs(eqn, Cost.VIEW) or eqn.primitive.name in _rules.ADDS
-        ):
-            return None
-        (var,) = eqn.outvars
-        if region.readers.get(var) == [len(eqns)]:
-            return var if eqn.primitive.name in _rules.ADDS else None
-    return None
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jzero._errors import describe_leaf
 from jzero.ir._layout import replicated
 from jzero.ir._regions import Region, variables
-from jzero.sharding.analysis import _frames, _update_subgraphs
+from jzero.sharding.analysis import _update_subgraphs
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._update_subgraphs import Names, UpdateSubgraph
@@ -330,18 +330,7 @@ def _with_calls(frame: Frame, calls: Sequence[UpdateCall]) -> Frame:
         )
     new = [written.get(node, eqns[node]) for node in order]
     flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], new)
-    found = dataclasses.replace(frame, jaxpr=flat, children={})
-    for place, node in enumerate(order):
-        if (eqn := written.get(node)) is not None:
-            (program,) = Region(flat, frame.consts).inner(eqn)
-            inside: Sequence[Frame] = [_frames.frames_of(program, lambda *_: _frames.NOWHERE)]
-        else:
-            inside = frame.children.get(node, ())
-        for child in inside:
-            child.around = found, new[place]
-        if inside:
-            found.children[place] = [*inside]
-    return found
+    return frame.of(flat)  # type: ignore[arg-type]
 
 
 def _topological(waits: Mapping[int, set[int]]) -> list[int] | None:
