@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What everything that reads a jaxpr is written on."""
+"""Jaxprs as jzero reads and writes them: rules of primitives, layouts, regions, dataflow, writers."""

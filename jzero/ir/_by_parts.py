@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations that run by parts, in a `shard_map` of their own, over mesh axes over which XLA shards."""
+"""Equations that run on shards over the mesh's Auto axes, each in a `shard_map` of its own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step does beside computing (prints, callbacks), as a call of the host by one device.
+"""Side effects (prints, callbacks) as calls of the host by one device.
 
-Every device would else do it, and a host function that is not a function of its arguments would give each
-another answer.
+Otherwise every device would call, and a host function whose result depends on more than its arguments would
+return a different one to each.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the partitioner refuses, by name."""
+"""Errors of the partitioner: equations that it cannot write exactly, at all or in microbatches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that wait in pinned memory of the host, inside a program: types say where a value lies."""
+"""Copies between the device and pinned host memory inside a program; types hold the memory space."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much an equation multiplies: matrix products, convolutions, and loops and branches with some inside."""
+"""Multiplications of matrix products and convolutions, also inside loops and branches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dims of a step's values are the batch's, as its program of the whole batch says."""
+"""Batch dims of a step's values, by dataflow over the whole batch's program."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What devices send and reduce in the place of what they cannot, and reshapes as values of their own."""
+"""Communication dtypes, in place of those that devices cannot gather or reduce; and fenced reshapes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slices of a step with starts that are in bounds, so that XLA may merge them with jzero's own.
+"""Clamps the starts of a step's slices, so that XLA may merge them with slices that jzero adds.
 
 [Note: starts in bounds]
 `lax.dynamic_slice` clamps its start to `[0, n - size]`, and a `lax.gather` of windows clamps too. XLA's

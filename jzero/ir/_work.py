@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of a step, and how much of it is done more than once: by every device, or on padding."""
+"""Flops of a step, and how many of them devices repeat or spend on padding."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: what a step's jaxpr says before anything runs, and first of all which values vary.
+"""Frames: regions of a step that know over which mesh axes their values are device-varying.
 
-A frame is one place a jaxpr is called from, so that a function called twice is judged twice. These facts
-are found about its variables:
-
-* **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
-* **linked dims** (`_links.py`): dims that are sharded together.
-* **feeds batch** (`_feeds.py`): which inputs flow into compute that differs between devices.
-* **residuals** (`_residuals.py`): what is offloaded for a backward pass, if it shall.
+The other analyses read them: which dims are sharded together (`_links.py`), which inputs flow into compute
+that differs between devices (`_feeds.py`), and what is offloaded for a backward pass (`_residuals.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 Two kinds, told apart by who reads them:
 
 * a *stack* is what a forward loop returns iteration by iteration and only backward loops slice: it is never
-on
-  the device as a whole;
+  on the device as a whole;
 * a *value* is made outside of loops (of an unrolled layer) and read by both passes: the forward pass
   reads the device's copy, the backward pass fetches the host's.
 

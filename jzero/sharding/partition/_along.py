@@ -336,9 +336,7 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValu
     if dim.pad is None or dim.pad.outer != 1 or low or inside or dim.true + high != dim.size:
         return None
     frame.reduce(fill)
-    with_fill = frame.filled(
-        frame.at(value, layout), layout, d, frame.at(fill, frame.replicated(()))
-    )
+    with_fill = frame.filled(frame.at(value, layout), layout, d, frame.replica(fill))
     after = layout.with_dims({d: dim._replace(pad=None)})
     return [_value(eqn, 0, after, with_fill, value)]
 

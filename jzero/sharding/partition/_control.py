@@ -355,7 +355,7 @@ class _RowScanWriter(_ScanWriter):
         ]
         outs = self.run(inner, self.body, [*ins, *own])
         inner.source = self.eqn
-        ends = [inner.at(v, frame.replicated(v.aval.shape)) for v in outs]
+        ends = [*map(inner.replica, outs)]
         body = inner.function(self.parts.body, _vars(own), ends)
         frame.source = self.eqn
         sums = [*map(Partial, sorted(axes))]
@@ -518,7 +518,7 @@ def _cond(
         return run(frame, inner[eqn.params["branches_platforms"].index(None)], operands)
     for value in ins:
         frame.reduce(value)
-    predicate = frame.at(index, frame.replicated(()))
+    predicate = frame.replica(index)
     if index.own:  # Devices in different branches must not communicate in them.
         operands = [*map(frame.as_replicated, operands)]
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()

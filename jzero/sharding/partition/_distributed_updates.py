@@ -67,14 +67,14 @@ def _bucket(
     # One after the other, as on one device: temporaries of only one update are alive at a time.
     for i in range(share):
         ins = [
-            _replicated_value(frame, var, frame.at(values[var], frame.replicated(var.aval.shape)))
+            _replicated_value(frame, var, frame.replica(values[var]))
             if stack is None
             else _replicated_value(frame, var, _one(frame, stack, i))
             for var, stack in zip(first.reads, stacks, strict=True)
         ]
         outs = run(frame, update, ins)
         frame.source = eqn
-        made.append([frame.at(v, frame.replicated(v.aval.shape)) for v in outs])
+        made.append([*map(frame.replica, outs)])
     found = dict[Var, DeviceValue]()
     wanted = zip(*(each.wanted for each in bucket.subgraphs), strict=True)
     for slot, dims, xs in zip(bucket.gives, wanted, zip(*made, strict=True), strict=True):

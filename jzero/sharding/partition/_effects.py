@@ -37,7 +37,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     frame.reason = WHOLE_ONCE
     if _jaxpr.PER_EXAMPLE in scopes_of(frame.region, eqn):
         frame.reason += "; jzero.per_example does not cover effects"
-    atoms = [frame.at(v, frame.replicated(v.aval.shape)) for v in ins]
+    atoms = [*map(frame.replica, ins)]
     ordered = _jaxpr.has_ordered_effects(eqn)
     in_microbatches = frame.shared.time is not None
     axes = [axis for axis in frame.mesh if frame.outer is not None or axis not in frame.over_time]

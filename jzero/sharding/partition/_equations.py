@@ -268,12 +268,7 @@ def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
 
 
 def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
-    atoms = [frame.at(v, v.layout) for v in ins]
-    outs = frame.clone(eqn, atoms)
-    layouts = [frame.replicated(o.aval.shape) for o in outs]
-    return [
-        DeviceValue(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
-    ]  # fmt: skip
+    return [*map(frame.value, frame.clone(eqn, [*map(frame.replica, ins)]))]
 
 
 @dataclasses.dataclass

@@ -138,21 +138,25 @@ class DeviceFrame(DeviceWriter):
         return self.shared.layouts[key]
 
     # -- values from outside --------------------------------------------------------------------------------
+    def value(self, x: Atom, own: frozenset[str] = NOWHERE) -> DeviceValue:
+        """A replicated value; or one that is device-varying over the axes `own`."""
+        layout = self.replicated(x.aval.shape)
+        return DeviceValue(x.aval, layout, {layout: x}, own=own)
+
     def literal(self, atom: Literal) -> DeviceValue:
-        layout = self.replicated(atom.aval.shape)
-        fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
-        return DeviceValue(atom.aval, layout, {layout: atom}, fill=fill)
+        value = self.value(atom)
+        value.fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
+        return value
 
     def constant(self, var: Var, const: Any) -> DeviceValue:
         """A constant of a jaxpr becomes one of the program, which bodies import."""
-        layout = self.replicated(var.aval.shape)
         if self.outer is not None:
-            value = self.outer.constant(var, const)
-            return DeviceValue(var.aval, layout, {layout: self.brought(value.atoms[layout])})
+            (x,) = self.outer.constant(var, const).atoms.values()
+            return self.value(self.brought(x))
         own = _jaxpr.new_var(var)
         self.constvars.append(own)
         self.consts.append(const)
-        return DeviceValue(var.aval, layout, {layout: own})
+        return self.value(own)
 
     def brought(self, atom: Atom) -> Atom:
         """An atom of the enclosing frame, as an argument of this body."""
@@ -186,6 +190,10 @@ class DeviceFrame(DeviceWriter):
                 value.atoms[value.layout] = self._from_outer(value, value.layout)
             value.atoms[layout] = self._converted(value, layout)
         return value.atoms[layout]
+
+    def replica(self, value: DeviceValue) -> Atom:
+        """The value, replicated."""
+        return self.at(value, self.replicated(value.aval.shape))
 
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
         """Whether a conversion is written outside: of rows; each iteration gathers and frees state."""
@@ -227,7 +235,7 @@ class DeviceFrame(DeviceWriter):
             raise cannot("it shares out what each device has for itself", self.source, self.region)
         if value.view is not None and layout.is_replicated and value.is_state:
             eqn, origin = value.view
-            (out,) = self.clone(eqn, [self.at(origin, self.replicated(origin.aval.shape))])
+            (out,) = self.clone(eqn, [self.replica(origin)])
             value.scopes[layout] = self._scope
             return out
         there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]
@@ -288,8 +296,7 @@ class DeviceFrame(DeviceWriter):
         """The price of the bytes of a collective along an axis.
 
         Without latency: XLA combines gathers, and partial sums are combined before they are reduced. With
-          latency, a
-        small step would gather a table to save one collective.
+        latency, a small step would gather a table to save one collective.
         """
         return times_along(self.prices, axis).wire(kind, nbytes)
 

@@ -155,7 +155,7 @@ def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
 def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
     """Threefry's bits at the positions of this device's shard."""
     own = [frame.positions(dim) for dim in layout.dims]
-    replicated = frame.at(key, frame.replicated(()))
+    replicated = frame.replica(key)
     return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), replicated, *own)
 
 

@@ -242,13 +242,9 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
         if max(frame.wire(axis, "reduce", summed) for axis in axes) < gathered:
             if name == "dynamic_slice":
                 return _dynamic_rows, (d, eqn.params["slice_sizes"])
-            params = eqn.params
-            return _rows, (
-                d,
-                params["start_indices"],
-                params["limit_indices"],
-                params["strides"] or (1,) * len(shape),
-            )
+            names = "start_indices", "limit_indices", "strides"
+            starts, limits, strides = (eqn.params[name] for name in names)
+            return _rows, (d, starts, limits, strides or (1,) * len(shape))
     return None
 
 

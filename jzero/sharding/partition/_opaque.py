@@ -65,10 +65,7 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         frame.reason = (
             f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
         )
-        value, rows = (
-            DeviceValue(value.aval, replicated, {replicated: frame.at(value, replicated)}),
-            set(),
-        )
+        value, rows = frame.as_replicated(value), set()
     if dim is None or rows:
         return value
     # So that its readers are batch-sharded, too.

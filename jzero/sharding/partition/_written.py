@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
@@ -52,7 +51,7 @@ def equation(
         )  # fmt: skip
     if (rows := _looked_up(frame, eqn, ins, own)) is not None:
         return [rows]
-    found = _values(frame, frame.clone(eqn, _replicated_atoms(frame, ins)), own)
+    found = [frame.value(x, own) for x in frame.clone(eqn, [*map(frame.replica, ins)])]
     if _adds_rows(frame, eqn, ins):
         found[0].sum = functools.partial(_of_all_rows, frame, eqn, ins)
     return found
@@ -63,7 +62,7 @@ def _collective(
 ) -> list[DeviceValue]:
     axes, name = written.axes(_jaxpr.axes_of(eqn)), eqn.primitive.name
     if name == "axis_index":
-        return _values(frame, [frame.index(axes)], frozenset(axes))
+        return [frame.value(frame.index(axes), frozenset(axes))]
     if frame.diverges:
         raise cannot(
             "it is a collective inside a loop or branch in which not all devices are", eqn, region,
@@ -75,9 +74,9 @@ def _collective(
     if op is not None and all(v.own.issubset(axes) for v in ins):
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
-    atoms, time = _replicated_atoms(frame, ins), frame.over_time.intersection(axes)
+    atoms, time = [*map(frame.replica, ins)], frame.over_time.intersection(axes)
     if time and name in _SCATTERS and not grouped:
-        return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
+        return [frame.value(_scattered(frame, eqn, axes, atoms[0]), frozenset(axes))]
     if time and (grouped or op is None and name not in GATHERS):
         raise cannot_in_time(
             f"it is a collective over {'groups of ' * bool(grouped)}{_jaxpr.axes_of(eqn)} that gives each "
@@ -90,9 +89,9 @@ def _collective(
     key = "axes" if "axes" in eqn.params else "axis_name"
     outs, params = [*map(_jaxpr.new_var, eqn.outvars)], eqn.params | {key: own}
     frame.eqns.append(_jaxpr.equation(eqn.primitive, atoms, outs, frame.source, **params))
-    if not time or op is None:
-        return _values(frame, outs, frozenset(axes))
-    return _values(frame, [_reduced_over_time(frame, op, x) for x in outs], frozenset(axes))
+    over_time = op if time else None
+    each = (x if over_time is None else _reduced_over_time(frame, over_time, x) for x in outs)
+    return [frame.value(x, frozenset(axes)) for x in each]
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
@@ -114,28 +113,21 @@ def _gathered_over_time(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Eqn, list[Atom]]:
     """A gather over devices and microbatches: the devices' gather of each one's microbatches together."""
-    (value,), dim, num = (
-        ins,
-        eqn.params["all_gather_dimension"],
-        frame.mesh[next(iter(frame.over_time))],
-    )
+    (value,), dim, (time,) = ins, eqn.params["all_gather_dimension"], frame.over_time
     if not eqn.params["tiled"]:
         shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
-        (x,) = _replicated_atoms(frame, ins)
-        (value,) = _values(frame, [frame.reshape(x, shape)], value.own)
-    params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // num}
-    return eqn.replace(params=params), _replicated_atoms(
-        frame, [joined_over_time(frame, value, dim)]
-    )
+        value = frame.value(frame.reshape(frame.replica(value), shape), value.own)
+    params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // frame.mesh[time]}
+    return eqn.replace(params=params), [frame.replica(joined_over_time(frame, value, dim))]
 
 
 def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> DeviceValue:
     """The device's microbatches, concatenated along a dim."""
-    (axis,), (x,), shape = frame.over_time, _replicated_atoms(frame, [value]), [*value.aval.shape]
+    (axis,), shape = frame.over_time, [*value.aval.shape]
     shape[dim] *= frame.mesh[axis]
-    aval, replicated = _jaxpr.var_like(value.aval, shape).aval, frame.replicated(shape)
-    joined = frame.convert(x, replicated.cut(dim, axis), replicated)
-    return DeviceValue(aval, replicated, {replicated: joined}, own=value.own - {axis})
+    replicated = frame.replicated(shape)
+    joined = frame.convert(frame.replica(value), replicated.cut(dim, axis), replicated)
+    return frame.value(joined, value.own - {axis})
 
 
 def _reduced(
@@ -167,9 +159,9 @@ def _looked_up(
     (var,), numbers = eqn.outvars, eqn.params["dimension_numbers"]
     dim = next(d for d in range(var.aval.ndim) if d not in numbers.offset_dims)
     out = _jaxpr.var_like(var.aval, _joined(frame, var, dim))
-    found, layout = _of_all_rows(frame, eqn, ins, out), frame.replicated(var.aval.shape)
+    found = _of_all_rows(frame, eqn, ins, out)
     x = frame.at(found, frame.replicated(out.aval.shape).shard(dim, frame.mesh))
-    return DeviceValue(var.aval, layout, {layout: x}, own=own)
+    return frame.value(x, own)
 
 
 def _adds_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
@@ -198,8 +190,7 @@ def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
     """A device-varying value as a shard of its concatenation over all devices."""
     aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
     layout = frame.replicated(aval.shape).shard(0, frame.mesh)
-    x = frame.at(value, frame.replicated(value.aval.shape))
-    return DeviceValue(aval, layout, {layout: x}, _several(frame))
+    return DeviceValue(aval, layout, {layout: frame.replica(value)}, _several(frame))
 
 
 def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int, ...]:
@@ -223,15 +214,3 @@ def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
         return _lazy.lazy(frame, eqn, values, factors)
     (found,) = ordinary(frame, eqn, values, factors)
     return found
-
-
-def _replicated_atoms(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:
-    return [frame.at(v, frame.replicated(v.aval.shape)) for v in values]
-
-
-def _values(frame: DeviceFrame, outs: Sequence[Any], own: frozenset[str]) -> list[DeviceValue]:
-    layouts = [frame.replicated(x.aval.shape) for x in outs]
-    return [
-        DeviceValue(x.aval, layout, {layout: x}, own=own)
-        for x, layout in zip(outs, layouts, strict=True)
-    ]
