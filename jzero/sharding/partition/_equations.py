@@ -35,12 +35,10 @@ def passes_partial(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
         return _rules.keeps_dtype(eqn)
-    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    if (
-        name == "slice"
-    ):  # Most of it, as all queues of experts but the row for tokens without a place.
-        return 2 * out.size > x.size
-    if name in ("pad", "broadcast_in_dim"):
+    if name in ("pad", "broadcast_in_dim", "slice"):
+        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        if name == "slice":  # Most of it: experts' queues without the row of tokens that have no place.
+            return 2 * out.size > x.size
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
@@ -66,7 +64,7 @@ def partial_through(
     if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
     if eqn.primitive.name == "slice":
-        # What others read too is reduced once, before it; few rows are looked up.
+        # Before it, what others read too is reduced once for all; looked up rows are few.
         readers = frame.region.readers.get(_jaxpr.variable(eqn.invars[0]), ())
         if len(readers) > 1 or ins[0].looked_up:
             return ()
