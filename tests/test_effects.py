@@ -232,6 +232,23 @@ def test_as_under_jit(name, num, accumulate):
         assert_same_calls(mine, jits)
 
 
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_gradient_that_the_host_reads(num):
+    """It is reduced to shards for the update; a callback without results reads it too."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(mean_square)(w, x)
+        tell("gradient", grad)
+        return w - 0.1 * grad, value
+
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    found, told = trained(small.shard_train_step(step, mesh=mesh, stage=3), *drawn())
+    expected, calls = trained(jax.jit(step), *drawn())
+    assert_alike(found, expected)
+    for mine, jits in zip(told, calls, strict=True):
+        assert_same_calls(mine, jits)
+
+
 def in_stacked_layers(ws, x):
     """Before, in and behind layers whose weights a loop slices."""
     tell("before", ws[:, 0, 0])

@@ -37,7 +37,7 @@ def passes_partial(eqn: Eqn) -> bool:
         return _rules.keeps_dtype(eqn)
     if name in ("pad", "broadcast_in_dim", "slice"):
         x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-        if name == "slice":  # Most of it: experts' queues without the row of tokens that have no place.
+        if name == "slice":  # Of experts' queues all but the row for tokens without a place.
             return 2 * out.size > x.size
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
@@ -53,7 +53,7 @@ _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
     """Whether it widens a value that a loop only accumulates: the loop then accumulates in the wide dtype."""
-    return eqn.outvars[0] in frame.accumulated and _widens(eqn)
+    return _widens(eqn) and eqn.outvars[0] in frame.accumulated
 
 
 def partial_through(
