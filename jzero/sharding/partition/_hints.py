@@ -67,8 +67,7 @@ def _held(step: Region, ins: Sequence[Layout | None]) -> dict[ValueIn, Layout | 
     starts: dict[ValueIn, Layout | None] = {
         (step, v): x for v, x in pairs if x is not None and _is_cut(x)
     }
-    first = lambda a, b: a or b  # noqa: E731
-    return _dataflow.forward(step, starts, _after, first, None, _state_across)
+    return _dataflow.forward(step, starts, _after, lambda a, b: a or b, None, _state_across)
 
 
 def _after(region: Region, eqn: Eqn, facts: Sequence[Layout | None]) -> list[Layout | None]:

@@ -89,9 +89,10 @@ def _collective(
     key = "axes" if "axes" in eqn.params else "axis_name"
     outs, params = [*map(_jaxpr.new_var, eqn.outvars)], eqn.params | {key: own}
     frame.eqns.append(_jaxpr.equation(eqn.primitive, atoms, outs, frame.source, **params))
-    over_time = op if time else None
-    each = (x if over_time is None else _reduced_over_time(frame, over_time, x) for x in outs)
-    return [frame.value(x, frozenset(axes)) for x in each]
+    made: Sequence[Atom] = outs
+    if time and op is not None:
+        made = [_reduced_over_time(frame, op, x) for x in outs]
+    return [frame.value(x, frozenset(axes)) for x in made]
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
