@@ -14,6 +14,7 @@ import pytest
 
 import jzero
 import small
+from jzero.offload.memory._file_storage import FileStorage
 from test_host_interrupted import layers
 
 pytest.importorskip("llvmlite")
@@ -98,6 +99,21 @@ def test_two_threads_that_step_one_state(tier, tmp_path):
     assert refused
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_a_leaf_that_is_consumed_while_it_is_asked_for():
+    """It has given None for its files, and a step failed without a name."""
+
+    class Store:
+        @property
+        def newest(self) -> int:
+            leaf.delete()  # As a step of another thread does.
+            return 0
+
+    store: Any = Store()
+    leaf = FileStorage.__new__(FileStorage)
+    leaf._store, leaf._step = store, 0
+    assert leaf.store is store
 
 
 @pytest.mark.slow(but=["host"])

@@ -130,12 +130,12 @@ def begun_step(place: Place) -> str:
 
 
 @contextlib.contextmanager
-def another_machine() -> Iterator[None]:
+def another_machine(lease: float = LEASE) -> Iterator[None]:
     """This process counts as one of another machine than children with a lease, and has as short a one."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_world", "BEAT", "EXPIRES", "_MARGIN", "_LOOK"):
             patch.setattr(_lock, name, getattr(_lock, name))
-        _scripts.on_machine("another of the tests", LEASE)
+        _scripts.on_machine("another of the tests", lease)
         yield
 
 

@@ -37,14 +37,16 @@ class FileStorage(Storage):
         Raises:
           StateError: a step has consumed it.
         """
-        if self._store is None or self.is_deleted():
+        store = self._store  # Read once: a step of another thread may consume it at any line.
+        if store is None or store.newest != self._step:
             raise consumed(self)
-        return self._store
+        return store
 
     @property
     def aval(self) -> Any:
         """Which parts of it are there, and where in the files."""
-        return self.placement, None if self._store is None else self._store.spec.layouts
+        store = self._store
+        return self.placement, None if store is None else store.spec.layouts
 
     def renewed(self) -> FileStorage:
         """The same leaf after a step; this one is then deleted."""
@@ -57,7 +59,8 @@ class FileStorage(Storage):
         self._store = None
 
     def is_deleted(self) -> bool:
-        return self._store is None or self._store.newest != self._step
+        store = self._store
+        return store is None or store.newest != self._step
 
     def parts(self, reader: TileReader | None = None) -> Parts:
         """The parts that this process has, each once; each use of one reads it.

@@ -47,9 +47,10 @@ class HostStorage(Storage):
     @property
     def buffers(self) -> tuple[np.ndarray, ...]:
         """The part of each of `placement.devices`, in C order; the next step overwrites them."""
-        if self._buffers is None:
+        buffers = self._buffers  # Read once: a step of another thread may consume it at any line.
+        if buffers is None:
             raise consumed(self)
-        return self._buffers
+        return buffers
 
     def renewed(self, pending: Any, num_steps: int) -> HostStorage:
         """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
