@@ -11,7 +11,8 @@ from host_updates import random as random_like
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import BLOCK
-from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
+from jzero.offload.kernels._code_paths import TracedUpdate
+from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.kernels._tiles import GRAIN, Together
 from jzero.offload.memory._addresses import host_empty
 from optimizers import ENTRIES
@@ -68,7 +69,7 @@ def test_tiles_make_what_the_whole_update_makes(tile_bytes: int, threads: int):
     update, state, inputs = update_of_vectors()
     whole = HostUpdate(update, state, inputs)
     expected, outputs = [on_host(x) for x in state], whole.make_outputs()
-    engine = TiledUpdate(update, state, inputs, tile_bytes, threads=threads, chunk_bytes=2**18)
+    engine = TiledUpdate(update, state, inputs, tile_bytes=tile_bytes, threads=threads, chunk_bytes=2**18)
     states = [state, [on_host(x) for x in state]]
     outs = [engine.make_outputs(), engine.make_outputs()]
     assert engine.layout.most_bytes <= max(tile_bytes, 4096)
@@ -102,10 +103,10 @@ def test_optimizers(name: str):
     rng = np.random.default_rng(0)
     inputs = [x for x in state if x.size <= 1] + [random_like(rng, aval) for aval in avals]
     vectors = [state[i] for i in large]
-    assert not untiled(on_large, vectors, inputs, [""] * len(vectors))
+    assert not TracedUpdate(on_large, vectors, inputs).untiled()
     expected = [on_host(x) for x in vectors]
     call(HostUpdate(on_large, vectors, inputs), expected, inputs)
-    by_tiles(TiledUpdate(on_large, vectors, inputs, 4096), [vectors], [inputs], [[]])
+    by_tiles(TiledUpdate(on_large, vectors, inputs, tile_bytes=4096), [vectors], [inputs], [[]])
     for a, b in zip(expected, vectors, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -118,7 +119,7 @@ def test_what_is_kept_and_what_reads_no_state():
     def update(state: Any, inputs: Any) -> tuple[Any, Any]:
         return [2 * state[0], state[1]], [3 * inputs[0]]
 
-    engine = TiledUpdate(update, state, [grad], 2**20, chunk_bytes=1)
+    engine = TiledUpdate(update, state, [grad], tile_bytes=2**20, chunk_bytes=1)
     outs = engine.make_outputs()
     expected = 2 * state[0]
     by_tiles(engine, [state], [[grad]], [outs])
@@ -136,7 +137,7 @@ def test_what_has_no_tiles():
         w, m = state
         return [w @ w, m * jnp.sum(m)], []
 
-    assert untiled(update, state, (), ("w", "m")) == [
+    assert TracedUpdate(update, state, (), ("w", "m")).untiled() == [
         "w is updated by XLA (dot_general of float32[8,8])",
         "m is read whole, by XLA",
     ]
@@ -153,11 +154,12 @@ def test_residents_are_updated_where_they_are():
         return [w - m / jnp.sum(w), m, 2 * v], []
 
     names = ("w", "m", "v")
-    assert untiled(update, (w, m, v), [grad], names) == ["w is read whole, by XLA"]
-    assert not untiled(update, (w, m, v), [grad], names, resident=(0, 2))
+    traced = TracedUpdate(update, (w, m, v), [grad], names)
+    assert traced.untiled() == ["w is read whole, by XLA"]
+    assert not traced.untiled(resident=(0, 2))
     expected = [on_host(x) for x in (w, m, v)]
     call(HostUpdate(update, expected, [grad]), expected, [grad])
-    engine = TiledUpdate(update, (w, m, v), [grad], 4096, resident=(0, 2), names=names)
+    engine = TiledUpdate(traced, tile_bytes=4096, resident=(0, 2))
     assert {extent.leaf for tile in engine.layout.tiles for extent in tile} == {"m"}
     engine.prepare_tiles([[grad]], [[w, v]])
     engine.begin([[]])
@@ -232,7 +234,7 @@ def test_lone_parameters_are_updated_in_their_tiles(tile_bytes: int):
     update, state, grads = masters_of_stacks(STACKS)
     expected = [on_host(x) for x in state]
     call(HostUpdate(update, state, grads), expected, grads)
-    engine = TiledUpdate(update, state, grads, tile_bytes, lone=SLICES, chunk_bytes=2**14)
+    engine = TiledUpdate(update, state, grads, tile_bytes=tile_bytes, lone=SLICES, chunk_bytes=2**14)
     by_tiles(engine, [state], [grads], [[]])
     for a, b in zip(expected, state, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -263,14 +265,14 @@ def test_slices_are_alike():
         list(_tiles.cut(found, 2**16))
     # Of two lone leaves each one's slices are whole.
     update, state, grads = masters_of_stacks([(6, 64)])
-    engine = TiledUpdate(update, state, grads, 2**16, lone={0: 2, 1: 3})
+    engine = TiledUpdate(update, state, grads, tile_bytes=2**16, lone={0: 2, 1: 3})
     assert sum(x.lone for tile in engine.layout.tiles for x in tile) == 2 * 6
 
 
 def test_lone_extents_lie_side_by_side():
     """At the end of their tile: what is read of a turn is one range of pages."""
     update, state, grads = masters_of_stacks([(4, 2048), (4, 4096)])
-    engine = TiledUpdate(update, state, grads, 2**17, lone={0: 4, 3: 4})
+    engine = TiledUpdate(update, state, grads, tile_bytes=2**17, lone={0: 4, 3: 4})
     for tile in engine.layout.tiles:
         lone = [x.lone for x in tile]
         assert lone == sorted(lone)

@@ -67,7 +67,9 @@ class OneState:
         grads = jax.ShapeDtypeStruct((num_params,), jnp.bfloat16)
         count = jax.ShapeDtypeStruct((), jnp.int32)
         cores = os.cpu_count()
-        self.kernels = TiledUpdate(update, [leaf] * 3, [grads, count], tile_bytes, threads=cores)
+        self.kernels = TiledUpdate(
+            update, [leaf] * 3, [grads, count], tile_bytes=tile_bytes, threads=cores
+        )
         spec = FileSpec(self.kernels.layout, {"leaf": num_params})
         start = time.perf_counter()
         self.files = TileFiles.create(WHO, folder / "state", {"state.tiles": spec})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.offload._slicing import part_obstacle
-from jzero.offload.kernels._code_paths import CodePath, CodePathFinder, traced_flat
+from jzero.offload.kernels._code_paths import TracedUpdate
 from jzero.segments._builder import Builder
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
@@ -127,12 +128,10 @@ class HostBucket:
         indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
         return [*map(shard_of, self.read_avals()), *indices]
 
-    def code_paths(self) -> list[CodePath]:
-        """How the host computes each of `names`."""
-        avals = self.state_avals()
-        _, flat, _ = traced_flat(self.update, avals, self.input_avals())
-        analysis = CodePathFinder(flat, len(avals))
-        return [analysis.code_path(i, name) for i, name in enumerate(self.names())]
+    @functools.cached_property
+    def traced(self) -> TracedUpdate:
+        """`update` as equations."""
+        return TracedUpdate(self.update, self.state_avals(), self.input_avals(), self.names())
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""

@@ -82,14 +82,7 @@ class HostEngine:
         ]
 
     def _compiled(self, threads: int | None) -> HostUpdate:
-        bucket = self._bucket
-        return HostUpdate(
-            bucket.update,
-            bucket.state_avals(),
-            bucket.input_avals(),
-            names=bucket.names(),
-            threads=threads,
-        )
+        return HostUpdate(self._bucket.traced, threads=threads)
 
     @property
     def chunks(self) -> list[list[int]]:

@@ -350,7 +350,7 @@ class HostStep:
             early.append(
                 f"of what is undone, old values: {readable_bytes(self._old_bytes)} for each device at most"
             )
-        return "\n".join([code_paths_text(self.host.code_paths()), *early])
+        return "\n".join([code_paths_text(self.host.traced.code_paths), *early])
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

@@ -25,7 +25,7 @@ from jzero.offload._host_step import UPDATING, HostStep, with_new
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Arrivals
 from jzero.offload.kernels._host_update import IN_ITS_MIDDLE
-from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate, inputs_in_tiles, untiled
+from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
@@ -89,10 +89,7 @@ class NVMeStep(HostStep):
         # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
         self._pinned = [i for i in self._streamed if i not in self._hosted]
         self._residents = [*self._places_of_pinned()]
-        bad = untiled(
-            host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
-        )
-        if bad:
+        if bad := host.traced.untiled(self._residents):
             self._check_dtypes()
             params = any(self.leaves[i].is_streamed for i in self._hosted)
             whole = (
@@ -122,11 +119,8 @@ class NVMeStep(HostStep):
         return True
 
     def _in_tiles(self) -> Collection[Var]:
-        host = self.host
-        found = inputs_in_tiles(
-            host.update, host.state_avals(), host.input_avals(), [*self._places_of_pinned()]
-        )
-        return [var for i, var in enumerate(host.reads) if i in found]
+        found = self.host.traced.inputs_in_tiles(self._places_of_pinned())
+        return [var for i, var in enumerate(self.host.reads) if i in found]
 
     def _places_of_pinned(self) -> dict[int, int]:
         """By their place among the host's leaves, those in pinned memory, by index."""
@@ -177,14 +171,9 @@ class NVMeStep(HostStep):
 
     def _handed_over(self) -> dict[Var, int]:
         """The gradients that wait in files, and in how many slices each is made."""
-        host = self.host
         assert self._layered is not None, "refused where policies are made"
-        found = inputs_in_tiles(
-            host.update, host.state_avals(), host.input_avals(), self._residents
-        )
         known = {*self._known, *self._entered, *self._stays, *self._layered.literals}
-        reads = [var for i, var in enumerate(host.reads) if i in found and var not in known]
-        return self._layered.hand_over(reads)
+        return self._layered.hand_over([var for var in self._in_tiles() if var not in known])
 
     @functools.cached_property
     def _buffer_sizes(self) -> list[int]:
@@ -203,8 +192,8 @@ class NVMeStep(HostStep):
         """What the host does, compiled."""
         host, policy = self.host, self._policy
         return TiledUpdate(
-            host.update, host.state_avals(), host.input_avals(), tile_bytes(policy),
-            resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
+            host.traced, tile_bytes=tile_bytes(policy),
+            resident=self._residents, lone=self._lone(), threads=policy.threads,
             gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
             arriving=self._arriving(),
         )  # fmt: skip

@@ -8,8 +8,11 @@ Any other output (a factored moment, an orthogonalised update) is XLA's as a who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from jzero._components import grouped
 from jzero._errors import describe_leaf
@@ -20,6 +23,8 @@ from jzero.offload.kernels._writer import TYPES, dtype_of, itemsize
 from jzero.tracing import _jaxpr, _rewrite
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
+# `(state, inputs) -> (new_state, outputs)`, all of them flat.
+UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Sequence[Any], Sequence[Any]]]
 # Than XLA, which does the same where llvmlite is not installed: experiments/offload/host_update/compilers.py.
 KERNELS_ARE_FASTER = 5
 
@@ -160,13 +165,82 @@ def groups(analysis: CodePathFinder, outputs: Sequence[int]) -> list[Group]:
     return [analysis.group(together) for together in grouped(outputs, analysis.buffers)]
 
 
-def traced_flat(
-    update: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[_jaxpr.Traced, _rewrite.Flat, list[Any]]:
-    """The trace of an update, its equations without calls and cheap branches, and their constants."""
-    traced = _jaxpr.trace_here(update, tuple(state), tuple(inputs))
-    calls = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-    return traced, *_rewrite.select_branches(*calls, is_cheap)
+class TracedUpdate:
+    """An update as equations, without calls and cheap branches, and by what each of its outputs is computed.
+
+    Attributes:
+      state, inputs: shapes and dtypes of what it is given.
+      new_state, outputs: of what it makes.
+      names: of the leaves of the state, then of the outputs.
+      jaxpr: all of it; JAX 0.12 makes arguments of its constants.
+      flat: the same, to be read.
+      consts: values of `flat.constvars`.
+      code_paths: of each output, the new state first.
+      groups: what kernels compute.
+    """
+
+    def __init__(
+        self, update: UpdateFn, state: Sequence[Any], inputs: Sequence[Any],
+        names: Sequence[str] | None = None,
+    ):  # fmt: skip
+        self.state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
+        self.inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+        traced = _jaxpr.trace_here(update, self.state, self.inputs)
+        self.new_state, self.outputs = map(
+            tuple, jax.tree.unflatten(traced.out_tree, traced.out_avals)
+        )
+        self.names = names or numbered("state", self.state) + numbered("outputs", self.outputs)
+        calls = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+        self.flat, self.consts = _rewrite.select_branches(*calls, is_cheap)
+        self.jaxpr = _jaxpr.replaced(traced.jaxpr, **self.flat._asdict())
+        finder = CodePathFinder(self.flat, len(self.state))
+        # A new state of more or fewer leaves `HostUpdate` refuses.
+        named = zip(range(len(self.flat.outvars)), self.names, strict=False)
+        self.code_paths = tuple(finder.code_path(i, name) for i, name in named)
+        self.groups = groups(finder, self._by(KERNEL))
+
+    def _by(self, by: str) -> list[int]:
+        return [i for i, code_path in enumerate(self.code_paths) if code_path.by == by]
+
+    @functools.cached_property
+    def _read_whole(self) -> set[_jaxpr.Var]:
+        """What XLA reads, and kernels read as numbers."""
+        scalars = [var for group in self.groups for var in group.scalars]
+        by_xla = [self.flat.outvars[i] for i in self._by(XLA)]
+        return {*_rewrite.excerpt(self.jaxpr, [*scalars, *by_xla]).reads}
+
+    def untiled(self, resident: Collection[int] = ()) -> list[str]:
+        """What of the state cannot be updated a tile at a time, and why.
+
+        Leaves that are `resident`, by index, may be read whole.
+        """
+        found = []
+        for i, var in enumerate(self.flat.invars[: len(self.state)]):
+            name, by, reason = self.code_paths[i]
+            if by == XLA:
+                found.append(f"{name} is updated by XLA ({reason})")
+            elif var in self._read_whole and i not in resident:
+                found.append(f"{name} is read whole, by XLA")
+        return found
+
+    def inputs_in_tiles(self, resident: Collection[int] = ()) -> set[int]:
+        """The inputs that kernels alone read, element by element with state that comes in tiles, by index.
+
+        Nothing may be `untiled` of the state.
+        """
+        num = len(self.state)
+        leaves, inputs = self.flat.invars[:num], self.flat.invars[num:]
+        in_tiles = {var for i, var in enumerate(leaves) if i not in resident}
+        mine = set[_jaxpr.Var]()
+        for group in self.groups:
+            renewed = {leaves[i] for i, _ in group.writes if i < num}
+            if in_tiles & {*group.reads, *renewed}:
+                mine.update(group.reads)
+        return {i for i, var in enumerate(inputs) if var in mine - self._read_whole}
+
+
+def numbered(name: str, values: Sequence[Any]) -> list[str]:
+    return [f"{name}[{i}]" for i in range(len(values))]
 
 
 def no_kernels() -> str:

@@ -15,7 +15,7 @@ runs in three parts, each of which ends before the next one starts:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,12 @@ from jzero._errors import StateError, message
 from jzero._in_turn import groups as in_groups
 from jzero.offload.kernels import _machine
 from jzero.offload.kernels._code_paths import (
-    KERNEL,
     XLA,
-    CodePathFinder,
     Group,
+    TracedUpdate,
+    UpdateFn,
     code_paths_text,
-    groups,
-    traced_flat,
+    numbered,
 )
 from jzero.offload.kernels._kernel import kernel_text
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops, Calls, KernelLoops
@@ -84,9 +83,9 @@ class HostUpdate:
 
     def __init__(
         self,
-        update: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]],
-        state: HostMemory,
-        inputs: HostMemory,
+        update: UpdateFn | TracedUpdate,
+        state: HostMemory = (),
+        inputs: HostMemory = (),
         *,
         names: Sequence[str] | None = None,
         threads: int | None = None,
@@ -97,7 +96,8 @@ class HostUpdate:
         """Traces `update` and compiles its kernels; no memory is known yet.
 
         Args:
-          update: `(state, inputs) -> (new_state, outputs)`, all of them flat.
+          update: `(state, inputs) -> (new_state, outputs)`, all of them flat; or the same, traced, with what
+            follows up to `names`.
           state: shapes and dtypes of one shard's state.
           inputs: those of its inputs.
           names: of the leaves of the state, then of the outputs, for messages and `describe`.
@@ -110,19 +110,16 @@ class HostUpdate:
         Raises:
           StateError: a leaf cannot be updated in place.
         """
-        self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
-        self._inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
-        self._input_names = _numbered("inputs", self._inputs)
-        traced, flat, consts = traced_flat(update, self._state, self._inputs)
-        new_state, outputs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-        self.outputs = tuple(outputs)
-        self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
-        check_kept(WHO, self._names, self._state, new_state)
-        analysis = CodePathFinder(flat, len(self._state))
-        self.code_paths = tuple(analysis.code_path(i, name) for i, name in enumerate(self._names))
-        self._consts = on_host(consts)
+        if not isinstance(update, TracedUpdate):
+            update = TracedUpdate(update, state, inputs, names)
+        self._traced = update
+        self._state, self._inputs, self.outputs = update.state, update.inputs, update.outputs
+        self._names, self._input_names = update.names, numbered("inputs", update.inputs)
+        check_kept(WHO, self._names, self._state, update.new_state)
+        self.code_paths = update.code_paths
+        self._consts = on_host(update.consts)
         self._by: type[BlockLoops] = by or (XlaLoops if _machine.llvm() is None else KernelLoops)
-        self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
+        self._build(chunk_bytes)
         self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
         self._loops: dict[int, BlockLoops] = {}  # By the number of shards.
@@ -131,13 +128,12 @@ class HostUpdate:
         self._running = False
         self._calls: Calls | None = None  # of an update that is not complete
 
-    def _build(self, analysis: CodePathFinder, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
-        # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
-        flat, num_state = analysis.jaxpr, len(self._state)
-        by_kernel = [i for i, code_path in enumerate(self.code_paths) if code_path.by == KERNEL]
-        found = groups(analysis, by_kernel)
+    def _build(self, chunk_bytes: int) -> None:
+        flat, num_state = self._traced.flat, len(self._state)
         # What has no outputs comes last: nobody waits for it.
-        found.sort(key=lambda group: all(i < num_state for i, _ in group.writes))
+        found = sorted(
+            self._traced.groups, key=lambda group: all(i < num_state for i, _ in group.writes)
+        )
         chunks = list(in_groups(found, chunk_bytes, Group.nbytes))
         # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
         operands = [*flat.invars, *flat.constvars]
@@ -156,7 +152,7 @@ class HostUpdate:
             for chunk in chunks
         ]
         by_xla = [i for i, code_path in enumerate(self.code_paths) if code_path.by == XLA]
-        self._xla = _XlaPart(jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
+        self._xla = _XlaPart(self._traced.jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
         results = list(enumerate(by_xla, start=len(made)))
         self._xla_state = [(k, i) for k, i in results if i < num_state]
         self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
@@ -436,10 +432,6 @@ def _copy(
     for result, target in places:
         for made, arrays in zip(results, targets, strict=True):
             np.copyto(arrays[target], made[result])
-
-
-def _numbered(name: str, values: HostMemory) -> list[str]:
-    return [f"{name}[{i}]" for i in range(len(values))]
 
 
 def helping_threads(num: int) -> JobThreads:

@@ -6,27 +6,18 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jzero.offload.kernels import _tiles
-from jzero.offload.kernels._code_paths import (
-    KERNEL,
-    XLA,
-    CodePath,
-    CodePathFinder,
-    Group,
-    groups,
-    traced_flat,
-)
+from jzero.offload.kernels._code_paths import TracedUpdate, UpdateFn
 from jzero.offload.kernels._host_update import WHO, HostUpdate
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
 from jzero.offload.nvme._layout import TileLayout
-from jzero.tracing import _jaxpr, _rewrite
 
 
 class Part(NamedTuple):
@@ -44,7 +35,6 @@ class Part(NamedTuple):
 # Of each part that is there, the array of each shard.
 Arrived = Mapping[Part, HostMemory]
 NOTHING: Arrived = types.MappingProxyType({})
-UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
 
 
 class TiledUpdate(HostUpdate):
@@ -71,7 +61,8 @@ class TiledUpdate(HostUpdate):
     """
 
     def __init__(
-        self, update: UpdateFn, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
+        self, update: UpdateFn | TracedUpdate, state: HostMemory = (), inputs: HostMemory = (), *,
+        tile_bytes: int,
         resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
         gradients: Mapping[int, int] | None = None, arriving: Mapping[int, int] | None = None,
         names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
@@ -300,60 +291,6 @@ class TiledUpdate(HostUpdate):
             BlockLoop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()
         ]
         return self._by([loops], 1, self._num_slots)
-
-
-def untiled(
-    update: UpdateFn, state: HostMemory, inputs: HostMemory, names: Sequence[str],
-    resident: Sequence[int] = (),
-) -> list[str]:  # fmt: skip
-    """What of the state cannot be updated a tile at a time, and why; nothing is compiled.
-
-    Leaves that are `resident`, by index, may be read whole.
-    """
-    flat, code_paths, _, read_whole = _by_compiler(update, state, inputs, names)
-    found = {
-        i: f"{code_path.name} is updated by XLA ({code_path.reason})"
-        for i, code_path in enumerate(code_paths[: len(state)])
-        if code_path.by == XLA
-    }
-    for i, var in enumerate(flat.invars[: len(state)]):
-        if var in read_whole and i not in resident:
-            found.setdefault(i, f"{names[i]} is read whole, by XLA")
-    return list(found.values())
-
-
-def inputs_in_tiles(
-    update: UpdateFn, state: HostMemory, inputs: HostMemory, resident: Sequence[int] = ()
-) -> set[int]:
-    """The inputs that kernels alone read, element by element with state that comes in tiles, by index.
-
-    Nothing may be `untiled` of the state.
-    """
-    flat, _, by_kernel, read_whole = _by_compiler(update, state, inputs)
-    num = len(state)
-    in_tiles = {var for i, var in enumerate(flat.invars[:num]) if i not in resident}
-    mine = set[_jaxpr.Var]()
-    for group in by_kernel:
-        renewed = {flat.invars[i] for i, _ in group.writes if i < num}
-        if in_tiles & {*group.reads, *renewed}:
-            mine.update(group.reads)
-    there = enumerate(flat.invars[num : num + len(inputs)])
-    return {i for i, var in there if var in mine - read_whole}
-
-
-def _by_compiler(
-    update: UpdateFn, state: HostMemory, inputs: HostMemory, names: Sequence[str] | None = None
-) -> tuple[_rewrite.Flat, list[CodePath], list[Group], set[_jaxpr.Var]]:
-    """An update's equations, the code path of each output, what kernels compute, and what XLA reads."""
-    traced, flat, _ = traced_flat(update, state, inputs)
-    analysis = CodePathFinder(flat, len(state))
-    names = names or [""] * len(flat.outvars)
-    code_paths = [analysis.code_path(i, name) for i, name in enumerate(names)]
-    by_kernel = groups(analysis, [i for i, x in enumerate(code_paths) if x.by == KERNEL])
-    scalars = [var for group in by_kernel for var in group.scalars]
-    by_xla = [flat.outvars[i] for i, x in enumerate(code_paths) if x.by == XLA]
-    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
-    return flat, code_paths, by_kernel, {*_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads}
 
 
 def _gradient_name(i: int, found: Sequence[Together], names: Sequence[str]) -> str:
