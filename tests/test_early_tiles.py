@@ -195,7 +195,7 @@ FAULTS = {
     "an early tile is updated": (TiledUpdate, "update_tile", 3),
     "early tiles begin": (TiledEngine, "prepare_early", 0),
     "the last gradients are there": (TileRun, "finish", 0),
-    "the other tiles": (TiledEngine, "prepare_tiles", 0),
+    "the other tiles": (TiledEngine, "prepare", 0),
     "the commit": (TileFiles, "commit", 0),
 }
 

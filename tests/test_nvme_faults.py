@@ -45,7 +45,7 @@ FAULTS = {
     "a tile is read": (TileFiles, "read", 4),
     "a tile is written": (TileFiles, "write", 2),
     "a tile is updated": (TiledUpdate, "update_tile", 3),
-    "XLA's part": (TiledUpdate, "prepare_tiles", 0),
+    "XLA's part": (TiledUpdate, "prepare", 0),
     "outputs": (TiledUpdate, "begin", 0),
     "the commit": (TileFiles, "commit", 0),
 }
@@ -88,7 +88,7 @@ def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Pa
     """They are updated in their place, and would be half new."""
     train_step = on(2, tmp_path, offload_params=jzero.PinnedHost(device_bytes=2**16))
     state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
-    with failing(TiledUpdate, "prepare_tiles"), pytest.raises(Stop):
+    with failing(TiledUpdate, "prepare"), pytest.raises(Stop):
         train_step(state, BATCH)
     expected = to_host(state)  # Nothing was overwritten.
     with failing(TileFiles, "write"), pytest.raises(Stop):

@@ -29,7 +29,7 @@ def by_tiles(engine: TiledUpdate, states: Any, inputs: Any, outputs: Any) -> Non
     """One update, through one buffer; tiles in another order than they were cut."""
     names, buffer = engine._names, host_empty((engine.layout.most_bytes + 64,), np.uint8)
     buffer = buffer[64:]
-    engine.prepare_tiles(inputs)
+    engine.prepare((), inputs)
     engine.begin(outputs)
     for shard, state in enumerate(states):
         bytes_of = {name: x.reshape(-1).view(np.uint8) for name, x in zip(names, state)}  # noqa: B905
@@ -161,7 +161,7 @@ def test_residents_are_updated_where_they_are():
     call(HostUpdate(update, expected, [grad]), expected, [grad])
     engine = TiledUpdate(traced, tile_bytes=4096, resident=(0, 2))
     assert {extent.leaf for tile in engine.layout.tiles for extent in tile} == {"m"}
-    engine.prepare_tiles([[grad]], [[w, v]])
+    engine.prepare([[w, v]], [[grad]])
     engine.begin([[]])
     buffer = host_empty((engine.layout.most_bytes,), np.uint8)
     for tile in range(len(engine.tiles)):

@@ -90,7 +90,7 @@ class OneState:
         step = self.files.step + 1
         if prepare:
             count = np.array(step - 1, np.int32)  # of updates before this one
-            self.kernels.prepare_tiles([[self.grads, count]])
+            self.kernels.prepare([[]], [[self.grads, count]])
             self.kernels.begin([[self.params]])
         self.files.begin(step)
         body()
@@ -120,7 +120,7 @@ class OneState:
 
     def updated_in_memory(self) -> None:
         """The kernels alone, over tiles that are in memory, so many bytes as a step has."""
-        self.kernels.prepare_tiles([[self.grads, np.array(1, np.int32)]])
+        self.kernels.prepare([[]], [[self.grads, np.array(1, np.int32)]])
         self.kernels.begin([[self.params]])
         for at in self.files.tiles():
             self.kernels.update_tile(0, at.tile, self.ring.buffers[at.tile % self.ring.num])

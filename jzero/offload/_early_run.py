@@ -16,7 +16,7 @@ import numpy as np
 from jzero._memory_kinds import HOST
 from jzero.offload._assumptions import History, Numbers, numbers_of
 from jzero.offload._early_plan import EarlyBucket, EarlyPlan, as_function, avals_of
-from jzero.offload._host_engine import padding_of, zero_padding
+from jzero.offload._host_engine import complete, padding_of
 from jzero.offload.kernels._host_update import (
     HostUpdate,
     UnderWay,
@@ -24,7 +24,7 @@ from jzero.offload.kernels._host_update import (
     helping_threads,
 )
 from jzero.offload.memory._addresses import host_empty
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.memory._storage import places
 from jzero.offload.schedule._ops import Update
 from jzero.segments._planned import PlannedStep
@@ -57,6 +57,7 @@ class EarlyUpdates:
       buckets: by the bucket, what updates its leaves.
       keeping: the same of those that begin on an assumption: it hands out their old values.
       leaves: all that they renew, by index.
+      padding: of each of these, which part of the shard of each of `devices` is padding.
       plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
@@ -84,6 +85,7 @@ class EarlyUpdates:
         """
         self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
         self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
+        self.padding = {i: self._padding(i) for i in self.leaves}
         local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
         self._threads = threads or default_threads()
@@ -104,8 +106,7 @@ class EarlyUpdates:
             threads=self._threads, helpers=self._helpers,
         )  # fmt: skip
 
-    def padding(self, index: int) -> list[Any]:
-        """For each of `devices`, which part of its shard of a leaf is padding."""
+    def _padding(self, index: int) -> list[Any]:
         leaf, mesh = self.plans[index], self._planned.mesh
         sharding = jax.sharding.NamedSharding(
             mesh, _layout.partition_spec(leaf.layout, leaf.automatic)
@@ -162,7 +163,7 @@ class EarlyRun:
         self._late: list[Arrived] = []  # what begins when all numbers are there
         self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
         self._under_way: collections.deque[UnderWay] = collections.deque()
-        self._memory: dict[int, PinnedLeaf] = {}
+        self._memory: dict[int, LeafMemory] = {}
         self._history, self._old = updates.history, updates.old
         updates.old = {}
         self.made: dict[int, Any] = {}
@@ -234,11 +235,8 @@ class EarlyRun:
             self._state, [i for i in indices if not updates.is_hosted(i)], updates.plans
         )
         for i in indices:
-            if i in pinned:
-                self.made[i], self._memory[i] = pinned[i], PinnedLeaf.of(pinned[i], updates.devices)
-            else:
-                self.made[i] = new = self._state[i].renewed(None, self._num_steps)
-                self._memory[i] = PinnedLeaf([*new.buffers], [[] for _ in new.buffers])
+            new = pinned[i] if i in pinned else self._state[i].renewed(None, self._num_steps)
+            self.made[i], self._memory[i] = new, LeafMemory.of(new, updates.devices)
         return {updates.var(i): x for i, x in pinned.items()}
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
@@ -256,8 +254,7 @@ class EarlyRun:
             self._start(arrived, numbers)
         self._end()
         for index, memory in self._memory.items():
-            zero_padding(memory.buffers, self._updates.padding(index))
-            memory.copy_to_replicas()
+            complete(memory, self._updates.padding[index])
         self._updates.history, self._updates.old = self._history.then(numbers), self._old
 
     def _end(self) -> None:

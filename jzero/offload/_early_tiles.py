@@ -22,7 +22,7 @@ from jzero.offload._host_bucket import HostBucket
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import Part
 from jzero.offload.memory._nvme_store import NVMeStore
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
@@ -171,8 +171,8 @@ class TileRun:
         taken = renewed(self._state, mine, self._plans)
         self.taken |= taken
         for i, x in taken.items():
-            self._memory[places[i]] = shards = PinnedLeaf.of(x, engine.devices).buffers
-            engine.update.place_resident(places[i], shards)
+            self._memory[places[i]] = shards = LeafMemory.of(x, engine.devices).buffers
+            engine.update.place(places[i], shards)
         return {self._early.variables[i]: x for i, x in taken.items()}
 
     def _start(self) -> None:

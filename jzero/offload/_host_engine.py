@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory._host_storage import HostStorage
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, pinned_zeros, view
+from jzero.offload.memory._pinned_leaf import LeafMemory, pinned_zeros, view
 from jzero.offload.memory._storage import places
 from jzero.sharding.plan._leaves import LeafPlan
 
@@ -46,20 +45,19 @@ class HostEngine:
 
     def __init__(
         self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
-        threads: int | None, num_sets: int,
+        update: HostUpdate, num_sets: int = 1,
     ):  # fmt: skip
-        """Compiles, and makes memory for outputs.
+        """Makes memory for outputs.
 
         Args:
           bucket: what to run.
           leaves: its leaves.
           devices: whose shards are updated; other local devices are their replicas.
-          threads: how many threads update.
+          update: the bucket, compiled.
           num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
             when the next one writes.
         """
-        self._bucket = bucket
-        self.update = self._compiled(threads)
+        self._bucket, self.update = bucket, update
         shards, indices = (places(bucket.mesh, axes) for axes in (bucket.shard_axes, bucket.axes))
         self._local = list(shards)
         self.devices = devices
@@ -70,8 +68,7 @@ class HostEngine:
         outs, shapes = bucket.out_avals(), bucket.out_shapes()
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
-        self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
-        self._leaves: Sequence[HostStorage | PinnedLeaf] = ()
+        self._leaves: dict[int, LeafMemory] = {}  # As prepared.
         self._padding_of_outs = [
             padding_of(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -80,9 +77,6 @@ class HostEngine:
             padding_of(bucket.sharding_of(leaf), leaf.padded_shape, leaf.shape, devices)
             for leaf in leaves
         ]
-
-    def _compiled(self, threads: int | None) -> HostUpdate:
-        return HostUpdate(self._bucket.traced, threads=threads)
 
     @property
     def chunks(self) -> list[list[int]]:
@@ -96,14 +90,23 @@ class HostEngine:
         return _Outputs(arrays, views, [])
 
     def prepare(
-        self, state: Sequence[HostStorage | PinnedLeaf], reads: Sequence[jax.Array]
+        self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]
     ) -> None:
-        """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
-        self._buffers = [leaf.buffers for leaf in state]
-        self._leaves = state
-        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self.at))]
+        """Does what can fail, and overwrites nothing.
+
+        Args:
+          leaves: those that are in memory, by their place among the bucket's.
+          reads: are there, in pinned memory; None of gradients that come with tiles, or by themselves.
+        """
+        self._leaves = {**leaves}
+        shards = [[leaf.buffers[k] for leaf in leaves.values()] for k in range(len(self.at))]
         self.update.prepare(shards, self._inputs(reads))
         self._next_outputs()
+
+    def place(self, index: int, leaf: LeafMemory) -> None:
+        """After `prepare`: says where a leaf is from now on."""
+        self._leaves[index] = leaf
+        self.update.place(index, leaf.buffers)
 
     def _inputs(self, reads: Sequence[jax.Array | None]) -> list[list[Any]]:
         """What the update of each shard reads beside its state."""
@@ -121,16 +124,16 @@ class HostEngine:
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
-        outputs, buffers, leaves = self._sets[-1], self._buffers, self._leaves
-        self._buffers, self._leaves = [], ()  # The state may be dropped after this.
+        outputs, leaves = self._sets[-1], self._leaves
+        self._leaves = {}  # The state may be dropped after this.
         outputs.sent.clear()
         for done in self.update.run(self._views(outputs)):
             yield self._send(outputs, done)
-        for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
-            zero_padding(of_leaf, padding)
-        for leaf in leaves:
-            if isinstance(leaf, PinnedLeaf):
-                leaf.copy_to_replicas()
+        self._complete(leaves)
+
+    def _complete(self, leaves: Mapping[int, LeafMemory]) -> None:
+        for i, leaf in leaves.items():
+            complete(leaf, self._padding_of_leaves[i])
 
     def _views(self, outputs: _Outputs) -> list[list[np.ndarray]]:
         """The memory of each shard's outputs."""
@@ -139,7 +142,7 @@ class HostEngine:
     def _send(self, outputs: _Outputs, done: Sequence[int]) -> dict[int, jax.Array]:
         """Outputs that are complete, on their way to the devices, by what of the step they are."""
         for i in done:
-            self._complete(outputs.views[i], self._padding_of_outs[i])
+            self._complete_output(outputs.views[i], self._padding_of_outs[i])
         places = [self._places[i] for i in done]
         with jax.profiler.TraceAnnotation("jzero: send parameters"):
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
@@ -149,8 +152,9 @@ class HostEngine:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
-    def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Slices | None]) -> None:
-        """Zeros where an output is padded, and copies of it for replicas."""
+    def _complete_output(
+        self, views: Sequence[np.ndarray], padding: Sequence[Slices | None]
+    ) -> None:
         for k in self.at:
             if (index := padding[k]) is not None:
                 views[k][index] = 0
@@ -175,8 +179,9 @@ def padding_of(
     return tails
 
 
-def zero_padding(buffers: Sequence[np.ndarray], padding: Sequence[Slices | None]) -> None:
-    """Zeros where the shards of a leaf are padded."""
-    for buffer, index in zip(buffers, padding, strict=True):
+def complete(leaf: LeafMemory, padding: Sequence[Slices | None]) -> None:
+    """Zeros where the shards of a leaf are padded, and copies for replicas."""
+    for buffer, index in zip(leaf.buffers, padding, strict=True):
         if index is not None:
             buffer[index] = 0
+    leaf.copy_to_replicas()

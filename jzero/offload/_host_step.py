@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
-from jzero._memory_kinds import HOST, PINNED, HostNeed
+from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
 from jzero.offload._early_plan import EarlyBucket, EarlyPlan, plan_early
 from jzero.offload._early_run import EarlyRun, EarlyUpdates
@@ -24,7 +24,8 @@ from jzero.offload._host_engine import HostEngine
 from jzero.offload._layered import LayeredSegment
 from jzero.offload.execute._executor import NOBODY, Arrivals
 from jzero.offload.kernels._code_paths import code_paths_text
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.schedule._ops import Fetch, Op, Ref, Run, Send, Slice, Update, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
@@ -387,10 +388,8 @@ class HostStep:
                 job.step.prepare(state, reads)
             made |= self._update_on_devices(values, stays)  # while the host works
             hosted = self._taken(state, now if delays else None, num_steps + 1)
-            if (
-                job and self._streamed
-            ):  # JAX copies what is not its own, as NumPy's memory; all is there.
-                job.step.prepare(with_new(state, hosted), reads)
+            if job:
+                job.step.place(hosted)
             if early:
                 early.finish(reads)
                 hosted |= early.made
@@ -480,17 +479,28 @@ class HostStep:
 
     def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
         """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
-        if self._late is None:
-            return
+        if self._late is not None:
+            engine = self._engine_of(state)
+            leaves = {
+                k: LeafMemory.of(state[i], engine.devices)
+                for k, i in enumerate(self._late.leaves)
+                if self.leaves[i].tier != NVME
+            }
+            engine.prepare(leaves, [reads[var] for var in self._late.reads])
+
+    def place(self, taken: Mapping[int, Any]) -> None:
+        """After `prepare`: these leaves have been taken, and JAX may have copied some to other memory."""
+        if self._engine is not None and self._late is not None:
+            for k, i in enumerate(self._late.leaves):
+                if i in taken and i in self._streamed:
+                    self._engine.place(k, LeafMemory.of(taken[i], self._engine.devices))
+
+    def _engine_of(self, state: Sequence[Any]) -> HostEngine:
         if self._engine is None:
-            engine = self._new_engine(self._late, state[self._hosted[0]].placement.devices)
+            engine = self._new_engine(state[self._hosted[0]].placement.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
-        leaves = [
-            PinnedLeaf.of(state[i], self._engine.devices) if i in self._streamed else state[i]
-            for i in self._late.leaves
-        ]
-        self._engine.prepare(leaves, [reads[var] for var in self._late.reads])
+        return self._engine
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
@@ -502,13 +512,16 @@ class HostStep:
             self._engine.sent(stored.values())
             yield stored
 
-    def _new_engine(self, bucket: HostBucket, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves, num_sets = [self.leaves[i] for i in bucket.leaves], self._num_sets
+    def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
+        bucket, num_sets = self._late, self._num_sets
+        assert bucket is not None
+        leaves = [self.leaves[i] for i in bucket.leaves]
         identity = bucket.identity()
         key = (identity, tuple(leaves), tuple(devices), self._threads, num_sets)
         engine = self._engines.get(key) if identity else None
         if engine is None:
-            engine = HostEngine(bucket, leaves, devices, self._threads, num_sets)
+            update = HostUpdate(bucket.traced, threads=self._threads)
+            engine = HostEngine(bucket, leaves, devices, update, num_sets)
             if identity:
                 self._engines[key] = engine
         return engine

@@ -29,7 +29,7 @@ from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.memory._pinned_leaf import renewed
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
@@ -336,15 +336,12 @@ class NVMeStep(HostStep):
         """The new leaves in pinned memory; what the update makes for the devices joins `made`."""
         engine, run = self._engine_of(state), self._run
         done = run.finish(reads) if run else ()
-        arrived = [reads[var] for var in self.host.reads]
         taken: dict[int, Any] = run.taken if run else {}
-        engine.prepare_tiles(arrived, self._pinned_leaves(with_new(state, taken), engine))
+        self.prepare(with_new(state, taken), reads)
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
         left = [i for i in self._pinned if i not in taken]
         hosted = taken | renewed(state, left, self.leaves)
-        if hosted:  # JAX copies what is not its own, as NumPy's memory.
-            there = with_new(state, hosted)
-            engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))
+        self.place(hosted)
         try:
             step = store.begin() if run is None or run.step is None else run.step
             for chunk in engine.run_tiles(store, run.arrived if run else NOTHING, done):
@@ -388,12 +385,6 @@ class NVMeStep(HostStep):
         self._writing = buffers
         return sent, handed
 
-    def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
-        """Parameters in pinned memory, by their place among the host's leaves."""
-        return {
-            k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
-        }
-
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:
         leaves: list[FileStorage] = [state[i] for i in self._hosted]
         stores = {id(leaf.store): leaf.store for leaf in leaves}
@@ -406,11 +397,10 @@ class NVMeStep(HostStep):
         return next(iter(stores.values()))
 
     def _engine_of(self, state: Sequence[Any]) -> TiledEngine:
-        if self._engine is None:
-            devices = state[self._hosted[0]].placement.devices
-            leaves = [self.leaves[i] for i in self.host.leaves]
-            engine = TiledEngine(self.host, leaves, devices, self._policy.threads, self.update)
-            self._compile_leaving(state, engine.chunks)
-            self._engine = engine
-        assert isinstance(self._engine, TiledEngine)
-        return self._engine
+        engine = super()._engine_of(state)
+        assert isinstance(engine, TiledEngine)
+        return engine
+
+    def _new_engine(self, devices: Sequence[jax.Device]) -> TiledEngine:
+        leaves = [self.leaves[i] for i in self.host.leaves]
+        return TiledEngine(self.host, leaves, devices, self.update)

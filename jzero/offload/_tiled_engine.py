@@ -11,11 +11,10 @@ import jax
 import numpy as np
 
 from jzero.offload._host_bucket import HostBucket
-from jzero.offload._host_engine import HostEngine, zero_padding
+from jzero.offload._host_engine import HostEngine
 from jzero.offload.kernels._tiled_update import NOTHING, Arrived, TiledUpdate
 from jzero.offload.memory._addresses import on_host
 from jzero.offload.memory._nvme_store import NVMeStore
-from jzero.offload.memory._pinned_leaf import PinnedLeaf
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
 from jzero.sharding.plan._leaves import LeafPlan
@@ -34,12 +33,9 @@ class TiledEngine(HostEngine):
 
     def __init__(
         self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
-        threads: int | None, update: TiledUpdate,
+        update: TiledUpdate,
     ):  # fmt: skip
-        """As `HostEngine`, of what is compiled already."""
-        self._tiled = update
-        super().__init__(bucket, leaves, devices, threads, 1)
-        self._residents: Mapping[int, PinnedLeaf] = {}
+        super().__init__(bucket, leaves, devices, update)
         chunks = [tile.chunk for tile in update.tiles]
         # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
         self._order = sorted(
@@ -57,28 +53,10 @@ class TiledEngine(HostEngine):
         """All that are in files, as `run_tiles` visits them."""
         return self._order
 
-    def _compiled(self, threads: int | None) -> TiledUpdate:
-        return self._tiled
-
-    def prepare_tiles(
-        self, reads: Sequence[jax.Array | None], residents: Mapping[int, PinnedLeaf]
-    ) -> None:
-        """Does what can fail before any state is read.
-
-        Args:
-          reads: are there, in pinned memory; None for gradients that come with tiles, or by themselves.
-          residents: leaves that are not in files, by their place among those of the bucket.
-        """
-        leaves = residents.values()
-        shards = [[leaf.buffers[k] for leaf in leaves] for k in range(len(self.devices))]
-        self.update.prepare_tiles(self._inputs(reads), shards)
-        self._residents = residents
-        self._next_outputs()
-
     def prepare_early(
         self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        """The same, for tiles that need nothing but this, and what arrives.
+        """As `prepare`, for tiles that need nothing but this, and what arrives.
 
         Args:
           known: of what the bucket reads, by index: is there, or comes soon.
@@ -89,7 +67,7 @@ class TiledEngine(HostEngine):
         for i, values in numbers.items():
             for shard, value in zip(inputs, values, strict=True):
                 shard[i] = value
-        self.update.prepare_tiles(inputs)
+        self.update.prepare((), inputs)
 
     def part(self, x: jax.Array) -> list[Any]:
         """Of an array in pinned memory, each of `devices`' part."""
@@ -133,7 +111,5 @@ class TiledEngine(HostEngine):
         finally:
             claim.release()
         self.update.end()
-        for i, leaf in self._residents.items():
-            zero_padding(leaf.buffers, self._padding_of_leaves[i])
-            leaf.copy_to_replicas()
-        self._residents = {}
+        self._complete(self._leaves)
+        self._leaves = {}

@@ -89,7 +89,7 @@ def renewed() -> None:
         copies = [jax.device_put(x, device) for _ in range(3)]  # 3 GiB on their way
         del shard
         x = _pinned_leaf.renewed([x], [0], [])[0]
-        _pinned_leaf.PinnedLeaf.of(x, list(device.device_set)).buffers[0][...] = -1  # as kernels do
+        _pinned_leaf.LeafMemory.of(x, list(device.device_set)).buffers[0][...] = -1  # as kernels do
         after = x.addressable_shards[0].data.unsafe_buffer_pointer()
         assert before == after, "another address: the update would be lost"
         for copy in copies:

@@ -214,14 +214,13 @@ class TracedUpdate:
 
         Leaves that are `resident`, by index, may be read whole.
         """
-        found = []
-        for i, var in enumerate(self.flat.invars[: len(self.state)]):
-            name, by, reason = self.code_paths[i]
-            if by == XLA:
-                found.append(f"{name} is updated by XLA ({reason})")
-            elif var in self._read_whole and i not in resident:
-                found.append(f"{name} is read whole, by XLA")
-        return found
+        leaves = self.code_paths[: len(self.state)]
+        by_xla = [f"{x.name} is updated by XLA ({x.reason})" for x in leaves if x.by == XLA]
+        return by_xla + [
+            f"{x.name} is read whole, by XLA"
+            for i, (x, var) in enumerate(zip(leaves, self.flat.invars, strict=False))
+            if x.by != XLA and var in self._read_whole and i not in resident
+        ]
 
     def inputs_in_tiles(self, resident: Collection[int] = ()) -> set[int]:
         """The inputs that kernels alone read, element by element with state that comes in tiles, by index.

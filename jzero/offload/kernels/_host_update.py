@@ -198,6 +198,14 @@ class HostUpdate:
         self._check_idle()
         self._prepared = self._known(states, self._addresses_of(states), inputs)
 
+    def place(self, leaf: int, shards: HostMemory) -> None:
+        """After `prepare`: says where a leaf is from now on, by its index; its values are what they were."""
+        prepared = self._prepared
+        assert prepared is not None, "prepare() comes first"
+        for state, x in zip(prepared.states, shards, strict=True):
+            state[leaf] = x
+        prepared.addresses[:, leaf] = [*map(address, shards)]
+
     def _check_idle(self) -> None:
         if self._running:
             raise StateError(IN_ITS_MIDDLE)
@@ -230,7 +238,7 @@ class HostUpdate:
             row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
         consts = slice(num_state + len(self._inputs), self._num_operands)
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
-        return _Prepared(states, inputs, results, addresses)
+        return _Prepared([[*state] for state in states], inputs, results, addresses)
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
         """Inputs of each shard, which are what was traced, there, and in the host's memory."""
@@ -351,7 +359,7 @@ class HostUpdate:
 class _Prepared(NamedTuple):
     """A call of which all is known: what is read and written, XLA's results, the address of every slot."""
 
-    states: Sequence[HostMemory]
+    states: list[list[Any]]
     inputs: Sequence[HostMemory]
     results: Sequence[HostMemory]
     addresses: np.ndarray

@@ -42,7 +42,7 @@ class TiledUpdate(HostUpdate):
 
     Behaves like `HostUpdate`, one range of elements after the other:
 
-        engine.prepare_tiles(inputs, residents)        # XLA's part; reads nothing that comes in tiles
+        engine.prepare(residents, inputs)              # XLA's part; reads nothing that comes in tiles
         engine.begin(outputs)
         for shard, tile in ...:                        # each tile of each shard, once
             engine.update_tile(shard, tile, memory)    # memory has the tile, as `layout` says; in its place
@@ -127,31 +127,24 @@ class TiledUpdate(HostUpdate):
         """By chunk, the outputs that are complete when all its tiles of all shards are."""
         return [*self._done, []]
 
-    def prepare_tiles(
-        self, inputs: Sequence[HostMemory], residents: Sequence[HostMemory] = ()
-    ) -> None:
+    def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
         """What can fail, before any state is there; as `HostUpdate.prepare`.
 
         Args:
+          states: of each shard, the resident leaves in order, writable, in C order; none at all if each comes
+            later (`place`).
           inputs: of each shard; None of those that come with tiles, or that no tile needs that is updated.
-          residents: of each shard, the resident leaves in order, writable, in C order; none if they come
-            later (`place_resident`).
         """
         self._check_idle()
-        states: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
+        whole: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
         at = np.zeros((len(inputs), len(self._state)), np.int64)
-        for shard, leaves in enumerate(residents):
+        for shard, leaves in enumerate(states):
             for i, x in zip(self._resident, leaves, strict=True):
-                states[shard][i], at[shard, i] = x, address(x)
-        for i in {*self._resident} & {*self._xla.reads} if not residents else ():
-            for state in states:  # XLA's results are of no use then, and nobody uses them.
+                whole[shard][i], at[shard, i] = x, address(x)
+        for i in {*self._resident} & {*self._xla.reads} if not states else ():
+            for state in whole:  # XLA's results are of no use then, and nobody uses them.
                 state[i] = np.zeros(self._state[i].shape, self._state[i].dtype)
-        self._prepared = self._known(states, at, inputs)
-
-    def place_resident(self, leaf: int, shards: HostMemory) -> None:
-        """After `prepare_tiles` without residents: where one of them is, by its index among leaves."""
-        assert self._prepared is not None, "prepare_tiles() comes first"
-        self._prepared.addresses[:, leaf] = [*map(address, shards)]
+        self._prepared = self._known(whole, at, inputs)
 
     def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
         """Says where outputs go, for each shard, in writable NumPy arrays in C order.
@@ -174,7 +167,7 @@ class TiledUpdate(HostUpdate):
           arrived: has `needs(tile)`.
         """
         prepared = self._prepared
-        assert prepared is not None, "prepare_tiles() comes first"
+        assert prepared is not None, "prepare() comes first"
         rows = self._rows[tile]
         at = np.tile(prepared.addresses[shard], (1 + max(rows.values()), 1))
         if memory is not None:

@@ -22,8 +22,8 @@ from jzero.tracing import _jaxpr
 _REFUSED = "Donation requested for buffer with external reference"
 
 
-class PinnedLeaf(NamedTuple):
-    """A leaf that is stored in pinned memory, as the host updates it.
+class LeafMemory(NamedTuple):
+    """The memory of a leaf that the host updates where it is stored.
 
     Attributes:
       buffers: the memory of the shards that the host updates.
@@ -34,11 +34,12 @@ class PinnedLeaf(NamedTuple):
     replicas: list[list[np.ndarray]]
 
     @classmethod
-    def of(cls, leaf: jax.Array, devices: Sequence[jax.Device]) -> PinnedLeaf:
-        """The memory of an array, of which these devices have all different shards, some perhaps twice."""
-        jax.block_until_ready(
-            leaf
-        )  # What is still on its way would overwrite what the host writes.
+    def of(cls, leaf: Any, devices: Sequence[jax.Device]) -> LeafMemory:
+        """Of a leaf of which these devices have all different shards: an array, or a `HostStorage`."""
+        if not isinstance(leaf, jax.Array):
+            return cls([*leaf.buffers], [[] for _ in leaf.buffers])
+        # What is still on its way would overwrite what the host writes.
+        jax.block_until_ready(leaf)
         shards = {shard.device: shard for shard in leaf.addressable_shards}
         buffers = [view(shards[device].data) for device in devices]
         replicas: list[list[np.ndarray]] = [[] for _ in devices]
