@@ -90,7 +90,7 @@ def train(files: TileFiles, ring: TileRing | None = None) -> None:
     files.begin(step)
     with sweep(files.tiles(), ring or new_ring(), files.read_with_gradients, files.write) as visits:
         for visit in visits:
-            size = LAYOUT.nbytes(visit.at.tile)
+            size = LAYOUT.nbytes[visit.at.tile]
             found = visit.buffer[size : size + PAGE].view(np.int64)
             if visit.at.tile in WITH_GRADIENTS:
                 assert (found == gradient(step, visit.at)).all(), (step, visit.at)

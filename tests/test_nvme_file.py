@@ -131,7 +131,7 @@ def test_leaves_come_back(tmp_path):
 def test_layout():
     layout = TileLayout.of([[("w", 0, 100), ("m", 0, 5000)], [("m", 5000, 1), ("w", 100, 28)]])
     assert layout.tiles[0] == (Extent("w", 0, 100, 0), Extent("m", 0, 5000, 128))
-    assert [layout.nbytes(0), layout.nbytes(1), layout.most_bytes] == [8192, 4096, 8192]
+    assert layout.nbytes == [8192, 4096]
     assert layout.of_leaf("w") == [(0, 0), (1, 1)]
     assert layout.of_leaf("w", 0, 100) == [(0, 0)]
     assert layout.of_leaf("w", 100) == [(1, 1)]
@@ -174,7 +174,7 @@ def test_a_step_is_written_part_by_part(tmp_path):
     with TileFiles.create(WHO, tmp_path, specs) as files:
         files.begin(0)
         places = [(t, i) for t in range(2) for i in range(len(layout.tiles[t]))]
-        expected = [np.zeros(layout.nbytes(t), np.uint8) for t in range(2)]
+        expected = [np.zeros(layout.nbytes[t], np.uint8) for t in range(2)]
         for k in rng.permutation(len(places)):
             tile, i = places[k]
             extent = layout.tiles[tile][i]
@@ -186,7 +186,7 @@ def test_a_step_is_written_part_by_part(tmp_path):
         files.commit(0)
         for tile in range(2):
             files.read(TileAt(0, tile), again)
-            np.testing.assert_array_equal(again[: layout.nbytes(tile)], expected[tile])
+            np.testing.assert_array_equal(again[: layout.nbytes[tile]], expected[tile])
 
 
 def test_aborted_steps_are_forgotten(tmp_path):

@@ -89,9 +89,7 @@ class HostEngine:
         views = [[view(shard.data) for shard in x.addressable_shards] for x in arrays]
         return _Outputs(arrays, views, [])
 
-    def prepare(
-        self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]
-    ) -> None:
+    def prepare(self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]) -> None:
         """Does what can fail, and overwrites nothing.
 
         Args:

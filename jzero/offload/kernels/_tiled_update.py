@@ -176,7 +176,7 @@ class TiledUpdate(HostUpdate):
                 # Where the leaf's first element would be: kernels count from there.
                 start = address(memory) + extent.offset
                 at[rows[span], leaf] = start - span.first * itemsize
-            self._place_gradients(at, tile, address(memory) + self.layout.nbytes(tile))
+            self._place_gradients(at, tile, address(memory) + self.layout.nbytes[tile])
             for span, part, before in self._arrivals[tile]:
                 start = address(arrived[part][shard]) - before
                 at[rows[span], len(self._state) + part.input] = start

@@ -58,7 +58,7 @@ class ExtentAt(NamedTuple):
         return (
             whole_pages(self.extent.nbytes)
             if self.extent.lone
-            else self.layout.nbytes(self.at.tile)
+            else self.layout.nbytes[self.at.tile]
         )
 
     def read(self, reader: TileReader, buffer: np.ndarray) -> np.ndarray:
@@ -101,9 +101,7 @@ class StoreSpec:
     @functools.cached_property
     def ring(self) -> TileRing:
         """The buffers of whoever moves tiles, each with room for the gradients behind one."""
-        behind = [self.gradients.nbytes(tile) for tile in range(self.gradients.num_tiles)]
-        tiles = (self.layout.nbytes(tile) for tile in range(self.layout.num_tiles))
-        both = itertools.zip_longest(tiles, behind, fillvalue=0)
+        both = itertools.zip_longest(self.layout.nbytes, self.gradients.nbytes, fillvalue=0)
         most = max(self.frozen.most_bytes, *map(sum, both), 0)
         return TileRing(WHO, self.host_bytes - self.writing_bytes, most)
 

@@ -59,6 +59,7 @@ class TileRing:
 
     Attributes:
       buffers: `uint8[nbytes]` each, on pages.
+      num: how many there are.
       nbytes: the size of one.
       owner: the sweep that uses them, while one does.
     """
@@ -94,7 +95,7 @@ class TileRing:
     def _use(self, buffers: list[np.ndarray]) -> None:
         assert len(buffers) >= LEAST
         assert all(x.ctypes.data % PAGE == 0 and len(x) % PAGE == 0 for x in buffers)
-        self.buffers = buffers
+        self.buffers, self.num = buffers, len(buffers)
         self.nbytes = min(map(len, buffers))
         self.owner: Any = None
         self._claim: Callable[[], Claim | None] = lambda: None
@@ -114,8 +115,3 @@ class TileRing:
         found = Claim()
         self._claim = weakref.ref(found)
         return found
-
-    @property
-    def num(self) -> int:
-        """How many buffers there are."""
-        return len(self.buffers)

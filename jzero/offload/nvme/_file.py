@@ -30,9 +30,10 @@ class TileFile:
     """An open file of tiles; see [Note: slots] in `_header.py`.
 
     Attributes:
-      path: where it is.
       layout: what lies where in its tiles.
       frozen: whether its tiles are those of every step.
+      target: the slot that is being written.
+      size: bytes of the file.
       steps: the steps that are complete in it, and the slot that has each.
       run: the random id of whoever writes it from here on.
       file: what it is on the disk.
@@ -45,7 +46,7 @@ class TileFile:
         self._who, self.file, self.layout, self.run = who, file, spec.layout, run
         self.frozen = spec.frozen
         self._about, self._slots = spec.about(), 1 if in_place and not spec.frozen else 2
-        self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
+        self._tile_bytes = spec.layout.nbytes
         num = spec.layout.first_checksums[-1]
         own = 1 if spec.frozen else self._slots
         self.gradients = WaitingGradients(who, file, spec.gradients)
@@ -55,10 +56,13 @@ class TileFile:
         self._places = Places.of(len(self._about), rooms, num, own)
         self._page = pages(PAGE)
         self._generation = 0
-        self._target = -1  # The slot that is being written.
-        self._tables = [np.zeros(num, np.uint32) for _ in range(own)]
+        self.target = -1
+        # The checksums of each slot, uint32, as the disk has them: in whole pages.
+        size = _header.table_bytes(num)
+        self._tables = [pages(max(size, PAGE))[:size] for _ in range(own)]
         if spec.frozen:  # See [Note: frozen files].
             self._places, self._tables = self._places.twice(), self._tables * 2
+        self.size = self._places.size
         self._written = np.zeros(len(self._tile_bytes), bool)
         self._crcs: dict[int, int] = {}
         self.steps: dict[Write, int] = {}
@@ -67,11 +71,6 @@ class TileFile:
     def path(self) -> Path:
         """Where it is."""
         return self.file.path
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._places.size
 
     # ------------------------------------------------------------------------------- made and opened
 
@@ -163,24 +162,20 @@ class TileFile:
           StateError: they are damaged.
         """
         slot = self.steps[step]
-        table = pages(_header.table_bytes(len(self._tables[slot])) or PAGE)
-        self.file.read(table[: _header.table_bytes(len(self._tables[slot]))],
-                       self._places.table[slot], f"the checksums of step {step.step}")  # fmt: skip
+        table, what = self._tables[slot], f"checksums of step {step.step}"
+        self.file.read(table, self._places.table[slot], f"the {what}")
         if zlib.crc32(table.data) != self._crcs[slot]:
-            raise self._damaged(
-                f"has damaged checksums of step {step.step}", "theirs is another one"
-            )
-        self._tables[slot][:] = table.view(np.uint32)[: len(self._tables[slot])]
+            raise self._damaged(f"has damaged {what}", "theirs is another one")
 
     def begin(self, step: int, keep: Write | None) -> None:
         """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
-        self._target = self._other_than(keep)
+        self.target = self._other_than(keep)
         if self.is_filled:
             return
-        self.steps = {s: slot for s, slot in self.steps.items() if slot != self._target}
+        self.steps = {s: slot for s, slot in self.steps.items() if slot != self.target}
         if self._slots == 2:
             self._written[:] = False
-        self._put(WRITING, self._target, step)
+        self._put(WRITING, self.target, step)
         self.file.sync()
 
     def begin_gradients(self, keep: Write) -> None:
@@ -206,11 +201,6 @@ class TileFile:
     def is_filled(self) -> bool:
         """Whether its tiles are there for good."""
         return self.frozen and bool(self.steps)
-
-    @property
-    def target(self) -> int:
-        """The slot that is being written."""
-        return self._target
 
     def read(self, slot: int, tile: int, buffer: np.ndarray) -> None:
         """Reads a tile into a buffer, whose rest is left as it is.
@@ -239,7 +229,7 @@ class TileFile:
 
     def _check(self, slot: int, number: int, what: str, at: int, part: np.ndarray) -> None:
         """Compares what was read to a checksum."""
-        found, expected = checksum(part), int(self._tables[slot][number])
+        found, expected = checksum(part), int(self._tables[slot].view(np.uint32)[number])
         if found != expected:
             # The step that reads it may have begun to write over the step before.
             raise StateError(message(
@@ -255,7 +245,7 @@ class TileFile:
         """
         self._note(tile, buffer)
         tile_buffer = buffer[: self._tile_bytes[tile]]
-        self.file.write(tile_buffer, self._places.tiles[self._target][tile], f"tile {tile}")
+        self.file.write(tile_buffer, self._places.tiles[self.target][tile], f"tile {tile}")
         self._written[tile] = True
 
     def write_part(self, tile: int, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
@@ -266,7 +256,7 @@ class TileFile:
         """
         start, end = offset // PAGE * PAGE, offset + len(values)
         stop, what = whole_pages(end), f"tile {tile}"
-        at, part = self._places.tiles[self._target][tile] + start, buffer[: stop - start]
+        at, part = self._places.tiles[self.target][tile] + start, buffer[: stop - start]
         # Of pages at the ends, others have their parts.
         shared = [0] * (start < offset) + [len(part) - PAGE] * (end < stop)
         for page in dict.fromkeys(shared):
@@ -280,15 +270,15 @@ class TileFile:
         Raises:
           StateError: it cannot be read.
         """
-        at = self._places.tiles[self._target][tile]
+        at = self._places.tiles[self.target][tile]
         self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
         self._note(tile, buffer)
         self._written[tile] = True
 
     def _note(self, tile: int, buffer: np.ndarray) -> None:
-        first = self.layout.first_checksums[tile]
+        table, first = self._tables[self.target].view(np.uint32), self.layout.first_checksums[tile]
         for number, (start, stop) in enumerate(self.layout.checked[tile], first):
-            self._tables[self._target][number] = checksum(buffer[start:stop])
+            table[number] = checksum(buffer[start:stop])
 
     def sync(self) -> None:
         """Writes the checksums of the step that is written, and syncs them and the tiles."""
@@ -296,27 +286,18 @@ class TileFile:
             return
         missing = np.flatnonzero(~self._written)
         assert not len(missing), f"{self.path}: tiles {missing[:8]} were not written"
-        table = self._table()
-        if len(table):
-            self.file.write(table, self._places.table[self._target], "the checksums")
+        self.file.write(self._tables[self.target], self._places.table[self.target], "the checksums")
         self.file.sync()
-
-    def _table(self) -> np.ndarray:
-        """The checksums of the slot that is written, in whole pages."""
-        found = self._tables[self._target]
-        table = pages(_header.table_bytes(len(found)) or PAGE)
-        table.view(np.uint32)[: len(found)] = found
-        return table[: _header.table_bytes(len(found))]
 
     def complete(self, step: int) -> None:
         """Marks the slot that is written as complete, on the disk."""
-        self._put(COMPLETE, self._target, step, zlib.crc32(self._table().data))
+        self._put(COMPLETE, self.target, step, zlib.crc32(self._tables[self.target].data))
         self.file.sync()
 
     def committed(self, step: int) -> None:
         """Says which steps the file has, now that all files have this one."""
-        kept = {s: slot for s, slot in self.steps.items() if slot != self._target}
-        self.steps = kept | {Write(step, self.run): self._target}
+        kept = {s: slot for s, slot in self.steps.items() if slot != self.target}
+        self.steps = kept | {Write(step, self.run): self.target}
 
     def _put(self, state: str, slot: int, step: int, table_crc: int = 0) -> None:
         """Writes a header page: that of the slot, or the older one if there is one slot."""

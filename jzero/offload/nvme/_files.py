@@ -178,7 +178,7 @@ class TileFiles:
     def step_bytes(self) -> int:
         """Bytes that a step reads, and as many that it writes."""
         moved = [file.layout for file in self._files if not file.frozen]
-        return sum(x.nbytes(tile) for x in moved for tile in range(x.num_tiles))
+        return sum(sum(layout.nbytes) for layout in moved)
 
     @property
     def most_bytes(self) -> int:
@@ -330,7 +330,7 @@ class TileFiles:
         """
         self.read(at, buffer)
         file = self._files[at.file]
-        file.gradients.read(at.tile, buffer[file.layout.nbytes(at.tile) :])
+        file.gradients.read(at.tile, buffer[file.layout.nbytes[at.tile] :])
 
     def write_part(self, at: TileAt, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
         """Writes some bytes of a tile of the step that was begun, from `offset` of the tile on.

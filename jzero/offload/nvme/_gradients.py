@@ -36,7 +36,7 @@ class WaitingGradients:
 
     def nbytes(self, tile: int) -> int:
         """Bytes of a tile's gradients on the disk: a multiple of 4096, or 0."""
-        return self.layout.nbytes(tile) if self.layout.num_tiles else 0
+        return self.layout.nbytes[tile] if self.layout.num_tiles else 0
 
     def begin(self, starts: Sequence[int]) -> None:
         """Forgets what is there.

@@ -13,11 +13,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
-PAGE = (
-    4096  # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
-)
-
-
+# The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
+PAGE = 4096
 # Of a leaf: its name, first byte and how many, and whether it is lone.
 LeafRange: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
 
@@ -87,19 +84,22 @@ class TileLayout:
     @property
     def most_bytes(self) -> int:
         """Bytes of the largest tile on the disk; what a buffer needs."""
-        return max(map(_padded, self.tiles), default=0)
+        return max(self.nbytes, default=0)
 
-    def nbytes(self, tile: int) -> int:
-        """Bytes of a tile on the disk: a multiple of 4096."""
-        return _padded(self.tiles[tile])
+    @functools.cached_property
+    def nbytes(self) -> list[int]:
+        """Bytes of each tile on the disk: multiples of 4096."""
+        ends = (tile[-1].offset + tile[-1].nbytes if tile else 0 for tile in self.tiles)
+        return [*map(whole_pages, ends)]
 
     @functools.cached_property
     def checked(self) -> list[list[tuple[int, int]]]:
         """Of each tile the ranges of bytes with a checksum each, in order; together they are all of it."""
-        return [
-            list(itertools.pairwise(sorted({0, _padded(extents), *_ends_of_lone(extents)})))
-            for extents in self.tiles
-        ]
+        found = []
+        for nbytes, extents in zip(self.nbytes, self.tiles, strict=True):
+            ends = {end for extent in extents if extent.lone for end in extent.pages}
+            found.append(list(itertools.pairwise(sorted({0, nbytes, *ends}))))
+        return found
 
     @functools.cached_property
     def first_checksums(self) -> list[int]:
@@ -163,14 +163,3 @@ def _packed(parts: Sequence[LeafRange]) -> tuple[Extent, ...]:
         extents.append(Extent(leaf, start, nbytes, offset, any(lone)))
         offset = whole(offset + nbytes)
     return tuple(extents)
-
-
-def _padded(extents: Sequence[Extent]) -> int:
-    if not extents:
-        return 0
-    last = extents[-1]
-    return whole_pages(last.offset + last.nbytes)
-
-
-def _ends_of_lone(extents: Sequence[Extent]) -> list[int]:
-    return [end for extent in extents if extent.lone for end in extent.pages]

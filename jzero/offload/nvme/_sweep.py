@@ -40,10 +40,7 @@ class TileVisit(Generic[At]):
         self.number, self.at, self.buffer = number, at, buffer
 
 
-def sweep(
-    order: Iterable[At], ring: TileRing, read: Move[At] | None = None, write: Move[At] | None = None,
-    threads: int = 4,
-) -> Sweep[At]:  # fmt: skip
+class sweep(Generic[At]):
     """Visits tiles in order, with reads ahead and writes behind in other threads.
 
     What it is like, without the overlap::
@@ -63,33 +60,32 @@ def sweep(
     >>> disk
     {0: 10, 1: 20, 2: 30}
 
-    Args:
-      order: of the tiles, each once.
-      ring: the buffers, which no other sweep is using.
-      read: fills a buffer; None if the caller does (to write only).
-      write: takes a buffer to the disk; None if nothing is to be written.
-      threads: that read, and as many that write. Each checks or sums what it moves, and another one must keep
-        the disk busy meanwhile (experiments/infinity/disk.py).
-
-    Returns:
-      A context: entered, it is an iterator of visits. When it is left without an error, all visited tiles are
-      written. The first error of any thread stops all of them, and is raised in the caller, out of the
-      iterator or at the end.
+    Entered, it is an iterator of visits. When it is left without an error, all visited tiles are written. The
+    first error of any thread stops all of them, and is raised in the caller, out of the iterator or at the
+    end.
     """
-    return Sweep(_Sweeping(list(order), ring, read, write), threads)
 
+    def __init__(
+        self, order: Iterable[At], ring: TileRing, read: Move[At] | None = None,
+        write: Move[At] | None = None, threads: int = 4,
+    ):  # fmt: skip
+        """Starts nothing.
 
-class Sweep(Generic[At]):
-    """See `sweep`."""
-
-    def __init__(self, work: _Sweeping[At], threads: int) -> None:
-        self._work, self._threads = work, threads
+        Args:
+          order: of the tiles, each once.
+          ring: the buffers, which no other sweep is using.
+          read: fills a buffer; None if the caller does (to write only).
+          write: takes a buffer to the disk; None if nothing is to be written.
+          threads: that read, and as many that write. Each checks or sums what it moves, and another one must
+            keep the disk busy meanwhile (experiments/infinity/disk.py).
+        """
+        self._work, self._threads = _Sweeping(list(order), ring, read, write), threads
         self._number, self._held = 0, 0
         self._arrived: dict[int, TileVisit[At]] = {}
         # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
-        self._dropped = weakref.finalize(self, work.group.stop)
+        self._dropped = weakref.finalize(self, self._work.group.stop)
 
-    def __enter__(self) -> Sweep[At]:
+    def __enter__(self) -> sweep[At]:
         try:
             self._work.start(self._threads)
             return self
@@ -144,7 +140,7 @@ class Sweep(Generic[At]):
 
 
 class _Sweeping(Generic[At]):
-    """What threads of a sweep share; they have no way to the `Sweep`, so that it can be dropped.
+    """What threads of a sweep share; they have no way to the `sweep`, so that it can be dropped.
 
     Attributes:
       order: of the tiles.
