@@ -16,8 +16,7 @@ import parity
 import small
 import test_offload_params as infinity
 import zoo
-from jzero.offload._file_reads import FileReads
-from jzero.offload._file_run import FileRun
+from jzero.offload._file_reads import FileReads, FileRun
 from jzero.offload.memory._pinned_pool import PinnedPool
 from small import grouped
 from test_nvme import in_files

@@ -1,28 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FileReads`: what a segment reads of parameters in files, and the memory that this takes, bounded."""
+"""`FileReads`: parameters on their way from files to the devices, and the memory that this takes, bounded."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jzero._errors import OptionError, first_of, message
+from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
-from jzero.offload._file_run import FileRun, FileSource
+from jzero.offload._host_engine import padding_of
+from jzero.offload.execute._stream import Visit
 from jzero.offload.memory._file_storage import FileStorage
-from jzero.offload.memory._pinned_pool import PinnedPool
+from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
 from jzero.offload.nvme._aligned import pages
-from jzero.offload.nvme._job_threads import JobThreads
+from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.offload.nvme._layout import PAGE
 from jzero.offload.schedule._ops import Value, Wanted
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 WHO = _call.WHO
 # So many threads keep a disk busy while each checks what it has read (experiments/infinity/disk.py).
 _THREADS = 4
+_PIECE = 2**25  # Bytes that one thread reads at a time, so that several read one leaf.
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSource:
+    """A leaf whose values are in files.
+
+    Attributes:
+      leaf: its plan.
+      sharding: where it lies in pinned memory on its way.
+      slice_sharding: the same of a slice along dim 0.
+    """
+
+    leaf: LeafPlan
+    sharding: NamedSharding
+    slice_sharding: NamedSharding
+
+    def shape(self, at: int | None) -> tuple[int, ...]:
+        """`[n, d]`, or `[d]` of a slice."""
+        return self.leaf.padded_shape[0 if at is None else 1 :]
+
+    def place(self, at: int | None) -> NamedSharding:
+        """Where it, or a slice, lies in pinned memory."""
+        return self.sharding if at is None else self.slice_sharding
+
+    def nbytes(self, at: int | None) -> int:
+        """In this process's memory; of an abstract mesh, of one device."""
+        shape, place = self.shape(at), self.place(at)
+        if isinstance(place.mesh, jax.sharding.AbstractMesh):
+            return int(np.prod(place.shard_shape(shape))) * self.leaf.itemsize
+        return bytes_here(shape, self.leaf.dtype, place)
+
+    @functools.cached_property
+    def _padding(self) -> list[Any]:
+        leaf, devices = self.leaf, self.sharding.mesh.local_devices
+        return padding_of(self.sharding, leaf.padded_shape, leaf.shape, devices)
+
+    def zero_padding(self, buffer: PinnedBuffer, at: int | None) -> None:
+        """Zeros where each device's part is padded: updates leave anything there."""
+        if not self.leaf.padding:
+            return
+        for device, index in zip(self.sharding.mesh.local_devices, self._padding, strict=True):
+            if index is not None:
+                buffer.views[device][index if at is None else index[1:]] = 0
 
 
 class FileReads:
@@ -90,3 +143,171 @@ class FileReads:
         # Of what is left, half is for reading ahead.
         num = min(_THREADS, (self._host_bytes - self._needed) // (2 * each))
         return [pages(each) for _ in range(max(num, 1))]
+
+
+class _Arriving(NamedTuple):
+    """A slice, or a leaf, on its way into pinned memory."""
+
+    wanted: Wanted
+    buffer: PinnedBuffer
+    asked: Asked
+
+
+class FileRun:
+    """One run of a segment: what is on its way from files, and in which order."""
+
+    def __init__(
+        self,
+        sources: Mapping[Value, FileSource],
+        leaves: Mapping[Value, FileStorage],
+        pool: PinnedPool,
+        kept: int,
+        readers: JobThreads,
+    ):
+        """Asks for nothing.
+
+        Args:
+          sources: the leaves in files.
+          leaves: the same, of this run's state.
+          pool: of memory on the way.
+          kept: bytes of it that reading ahead leaves for what is read when it is needed.
+          readers: threads.
+        """
+        self._sources, self._leaves, self._pool, self._kept = sources, leaves, pool, kept
+        self._readers = readers
+        self._arriving: dict[Wanted, collections.deque[_Arriving]] = {}
+        # What is copied to the devices, and from where; the first copies first.
+        self._leaving: collections.deque[tuple[PinnedBuffer, Any]] = collections.deque()
+
+    # -- ahead ---------------------------------------------------------------------------------------
+
+    def ahead(self, visits: Iterable[Visit | None]) -> Iterator[Visit | None]:
+        """The visits, each when its reads have begun; those of later visits begin as far as there is room.
+
+        After None nothing is known before it is asked for.
+        """
+        source, more = iter(visits), True
+        pulled: collections.deque[Visit | None] = collections.deque()
+        begun = 0  # of those that were pulled
+        while True:
+            self._freed()
+            while more and begun == len(pulled):
+                visit = next(source, _END)
+                if visit is _END:
+                    more = False
+                    break
+                pulled.append(visit)
+                more = visit is not None
+                begun += visit is None or self._begin(visit.reads)
+            if not pulled:
+                return
+            visit = pulled.popleft()
+            if visit is None:
+                more = True
+                begun = 0
+                yield None
+                continue
+            if not begun:
+                self._begin(visit.reads, waits=True)
+            begun = max(begun - 1, 0)
+            yield visit._replace(fetch=functools.partial(self._fetch, visit))
+
+    def _fetch(self, visit: Visit) -> Any:
+        self._freed()  # The devices' copies that are over, too.
+        return visit.fetch()
+
+    def _begin(self, reads: Sequence[Wanted], waits: bool = False) -> bool:
+        """Has all of this read, if there is room for it."""
+        buffers: list[PinnedBuffer] = []
+        for wanted in reads:
+            buffer = self._room(wanted, self._kept, waits)
+            if buffer is None:
+                for other in buffers:
+                    self._pool.give(other)
+                return False
+            buffers.append(buffer)
+        for wanted, buffer in zip(reads, buffers, strict=True):
+            arriving = self._asked(wanted, buffer)
+            self._arriving.setdefault(wanted, collections.deque()).append(arriving)
+        return True
+
+    def _room(self, wanted: Wanted, kept: int, waits: bool) -> PinnedBuffer | None:
+        source, at = self._sources[wanted.value], wanted.at
+        shape, place = source.shape(at), source.place(at)
+        while (buffer := self._pool.take(shape, source.leaf.dtype, place, kept)) is None and waits:
+            assert self._leaving, "what arrives is in the way of what is needed"
+            self._freed(waits=True)
+        return buffer
+
+    def _freed(self, waits: bool = False) -> None:
+        """Has back what was copied to the devices; of what is being copied, the first, if it `waits`."""
+        while self._leaving and (waits or self._leaving[0][1].is_ready()):
+            buffer, array = self._leaving.popleft()
+            jax.block_until_ready(array)
+            self._pool.give(buffer)
+            waits = False
+
+    def end(self) -> None:
+        """Has all buffers back, when all has been fetched."""
+        assert not any(self._arriving.values()), "what was read is fetched"
+        while self._leaving:
+            self._freed(waits=True)
+
+    def _asked(self, wanted: Wanted, buffer: PinnedBuffer) -> _Arriving:
+        return _Arriving(wanted, buffer, self._readers.ask([*self._jobs(wanted, buffer)]))
+
+    def _jobs(self, wanted: Wanted, buffer: PinnedBuffer) -> Iterator[Job]:
+        leaf = self._leaves[wanted.value]
+        boxes = leaf.placement.sharding.addressable_devices_indices_map(leaf.shape)
+        files = {
+            str(boxes[device]): k for k, device in reversed([*enumerate(leaf.placement.devices)])
+        }
+        alike: dict[int, list[np.ndarray]] = {}
+        for device, view in buffer.views.items():
+            out = view.reshape(-1).view(np.uint8)
+            alike.setdefault(files[str(boxes[device])], []).append(out)
+        for file, outs in alike.items():
+            size = len(outs[0])
+            first = 0 if wanted.at is None else wanted.at * size
+            for start, stop in leaf.pieces(file, first, first + size, _PIECE):
+                parts = [out[start - first : stop - first] for out in outs]
+                yield functools.partial(_read, leaf, file, start, parts)
+
+    # -- fetches ---------------------------------------------------------------------------------------
+
+    def fetched(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
+        """Slices or leaves, on their way to the devices; what was not read ahead is read now.
+
+        Raises:
+          StateError: the disk fails, or has not what was written; or a step has consumed a leaf.
+        """
+        arriving = [self._known(each) for each in wanted]
+        for each in arriving:
+            self._readers.wait(each.asked)
+            # Raises if a step has consumed it meanwhile: the files may have another one.
+            assert self._leaves[each.wanted.value].store
+            self._sources[each.wanted.value].zero_padding(each.buffer, each.wanted.at)
+        buffers = [each.buffer for each in arriving]
+        places = [buffer.array.sharding.with_memory_kind(DEVICE) for buffer in buffers]
+        arrays = jax.device_put([buffer.array for buffer in buffers], places)
+        self._leaving.extend(zip(buffers, arrays, strict=True))
+        return list(arrays)
+
+    def _known(self, wanted: Wanted) -> _Arriving:
+        if waiting := self._arriving.get(wanted):
+            return waiting.popleft()
+        buffer = self._room(wanted, 0, waits=True)
+        assert buffer is not None
+        return self._asked(wanted, buffer)
+
+
+_END: Any = object()
+
+
+def _read(
+    leaf: FileStorage, file: int, start: int, outs: Sequence[np.ndarray], buffer: np.ndarray
+) -> None:
+    """Reads a piece of one device's part, and copies it to those that hold the same."""
+    leaf.read_range(outs[0], file, start, buffer)
+    for other in outs[1:]:
+        np.copyto(other, outs[0])

@@ -16,8 +16,7 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
-from jzero.offload._file_reads import FileReads
-from jzero.offload._file_run import FileRun, FileSource
+from jzero.offload._file_reads import FileReads, FileRun, FileSource
 from jzero.offload._layer_programs import ArrayForm, LayerPrograms, Locals
 from jzero.offload._layer_schedule import CutSegment, LayerSchedule
 from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
