@@ -63,12 +63,7 @@ class EarlyBucket:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyPlan:
-    """The host's subgraphs in two.
-
-    Attributes:
-      buckets: early ones.
-      late: why others begin when all gradients are there, by their index in the optimizer program.
-    """
+    """The host's subgraphs in two: early ones, and why others begin when all gradients are there, by index."""
 
     buckets: tuple[EarlyBucket, ...]
     late: dict[int, str]
@@ -88,10 +83,14 @@ class EarlyPlan:
     def text(self, plan: StepPlan) -> list[str]:
         """Which updates begin early, and why others do not: lines."""
         paths = [leaf.path for leaf in plan.leaves]
+        early: dict[tuple[int, bool], list[str]] = {}
+        for bucket in self.buckets:
+            key = bucket.num_slices, bucket.assumption is not None
+            early.setdefault(key, []).extend(paths[i] for i in bucket.leaves)
         lines = [
             f"while earlier layers compute{f', in {num} slices' if num else ''}"
             f"{_ASSUMED if assumes else ''}: {listed(names)}"
-            for (num, assumes), names in self._early(paths).items()
+            for (num, assumes), names in early.items()
         ]
         why: dict[str, list[str]] = {}
         for index, reason in self.late.items():
@@ -99,13 +98,6 @@ class EarlyPlan:
         return lines + [
             f"after the backward pass ({reason}): {listed(names)}" for reason, names in why.items()
         ]
-
-    def _early(self, paths: Sequence[str]) -> dict[tuple[int, bool], list[str]]:
-        found: dict[tuple[int, bool], list[str]] = {}
-        for bucket in self.buckets:
-            key = bucket.num_slices, bucket.assumption is not None
-            found.setdefault(key, []).extend(paths[i] for i in bucket.leaves)
-        return found
 
 
 def plan_early(

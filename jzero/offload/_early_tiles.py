@@ -229,17 +229,17 @@ class TileRun:
         ring, files, update = self._store.spec.ring, self._store.files, self._early.engine.update
         with sweep(self._order, ring, files.read, files.write) as visits:
             for visit in visits:
-                needs = update.needs(visit.at.tile)
-                while self._group.stopped or not needs <= self.arrived.keys():
-                    if self._group.stopped:
-                        raise _StoppedError
-                    self._news.get()
-                self._keep(visit.at)
+                self._before(visit.at)
                 update.update_tile(visit.at.file, visit.at.tile, visit.buffer, self.arrived)
 
-    def _keep(self, at: TileAt) -> None:
-        """Old values of residents that a tile overwrites."""
-        if self._early.keeps_old:
-            for leaf, part in self._early.engine.update.resident_ranges(at.tile):
-                memory = self._memory[leaf][at.file].reshape(-1)[part]
-                self._old.append((memory, memory.copy()))
+    def _before(self, at: TileAt) -> None:
+        """Waits for what a tile needs, and keeps old values of residents that it overwrites."""
+        update = self._early.engine.update
+        needs = update.needs(at.tile)
+        while self._group.stopped or not needs <= self.arrived.keys():
+            if self._group.stopped:
+                raise _StoppedError
+            self._news.get()
+        for leaf, part in update.resident_ranges(at.tile) if self._early.keeps_old else ():
+            memory = self._memory[leaf][at.file].reshape(-1)[part]
+            self._old.append((memory, memory.copy()))

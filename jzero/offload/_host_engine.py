@@ -21,17 +21,13 @@ Slices = tuple[slice, ...]
 
 
 class _Outputs(NamedTuple):
-    """Memory for what goes to the devices.
+    """Memory for what goes to the devices."""
 
-    Attributes:
-      arrays: in pinned memory; whole, each device's part in its own buffer.
-      views: for each array, that memory of each local device.
-      sent: what the devices have of their last copies, as long as somebody has it.
-    """
-
-    arrays: list[jax.Array]
-    views: list[list[np.ndarray]]
-    sent: list[weakref.ref[jax.Array]]
+    arrays: list[jax.Array]  # in pinned memory; each device's part in its own buffer
+    views: list[list[np.ndarray]]  # of each local device, that memory of each array
+    sent: list[
+        weakref.ref[jax.Array]
+    ]  # what the devices have of the last copies, if somebody has it
 
 
 class HostEngine:
@@ -59,9 +55,9 @@ class HostEngine:
         """
         self._bucket, self.update = bucket, update
         shards, indices = (places(bucket.mesh, axes) for axes in (bucket.shard_axes, bucket.axes))
-        self._local = list(shards)
+        local = list(shards)
         self.devices = devices
-        self.at = [self._local.index(device) for device in devices]
+        self.at = [local.index(device) for device in devices]
         first = {shards[device]: at for device, at in zip(devices, self.at, strict=True)}
         self._like = [first[place] for place in shards.values()]
         self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
@@ -70,7 +66,7 @@ class HostEngine:
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._leaves: dict[int, LeafMemory] = {}  # As prepared.
         self._padding_of_outs = [
-            padding_of(aval.sharding, aval.shape, shape, self._local)
+            padding_of(aval.sharding, aval.shape, shape, local)
             for aval, shape in zip(outs, shapes, strict=True)
         ]
         self._padding_of_leaves = [
@@ -86,7 +82,9 @@ class HostEngine:
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [pinned_zeros(aval.shape, aval.dtype, aval.sharding) for aval in avals]
         # `addressable_data` has one array for all devices if they hold the same.
-        views = [[view(shard.data) for shard in x.addressable_shards] for x in arrays]
+        views = [
+            [view(x.addressable_shards[k].data) for x in arrays] for k in range(len(self._like))
+        ]
         return _Outputs(arrays, views, [])
 
     def prepare(self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]) -> None:
@@ -99,7 +97,12 @@ class HostEngine:
         self._leaves = {**leaves}
         shards = [[leaf.buffers[k] for leaf in leaves.values()] for k in range(len(self.at))]
         self.update.prepare(shards, self._inputs(reads))
-        self._next_outputs()
+        # The outputs that are written next must be nobody's.
+        self._sets.append(self._sets.pop(0))
+        # The devices have computed with these long ago, unless nobody used them.
+        alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
+        jax.block_until_ready([x for x in alive if not x.is_deleted()])
+        self._sets[-1].sent.clear()
 
     def place(self, index: int, leaf: LeafMemory) -> None:
         """After `prepare`: says where a leaf is from now on."""
@@ -113,34 +116,26 @@ class HostEngine:
             for k, indices in zip(self.at, self._indices, strict=True)
         ]
 
-    def _next_outputs(self) -> None:
-        """Waits until the set of outputs that is written next is nobody's."""
-        self._sets.append(self._sets.pop(0))
-        # The devices have computed with these long ago, unless nobody used them.
-        alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
-        jax.block_until_ready([x for x in alive if not x.is_deleted()])
-
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
-        outputs, leaves = self._sets[-1], self._leaves
-        self._leaves = {}  # The state may be dropped after this.
-        outputs.sent.clear()
-        for done in self.update.run(self._views(outputs)):
-            yield self._send(outputs, done)
+        leaves, self._leaves = self._leaves, {}  # The state may be dropped after this.
+        for done in self.update.run(self._memory_of_outputs()):
+            yield self._send(done)
         self._complete(leaves)
 
     def _complete(self, leaves: Mapping[int, LeafMemory]) -> None:
         for i, leaf in leaves.items():
             complete(leaf, self._padding_of_leaves[i])
 
-    def _views(self, outputs: _Outputs) -> list[list[np.ndarray]]:
-        """The memory of each shard's outputs."""
-        return [[views[k] for views in outputs.views] for k in self.at]
+    def _memory_of_outputs(self) -> list[list[np.ndarray]]:
+        """Of each of `devices`."""
+        return [self._sets[-1].views[k] for k in self.at]
 
-    def _send(self, outputs: _Outputs, done: Sequence[int]) -> dict[int, jax.Array]:
+    def _send(self, done: Sequence[int]) -> dict[int, jax.Array]:
         """Outputs that are complete, on their way to the devices, by what of the step they are."""
+        outputs = self._sets[-1]
         for i in done:
-            self._complete_output(outputs.views[i], self._padding_of_outs[i])
+            self._complete_output(outputs, i)
         places = [self._places[i] for i in done]
         with jax.profiler.TraceAnnotation("jzero: send parameters"):
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
@@ -150,15 +145,13 @@ class HostEngine:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
-    def _complete_output(
-        self, views: Sequence[np.ndarray], padding: Sequence[Slices | None]
-    ) -> None:
+    def _complete_output(self, outputs: _Outputs, i: int) -> None:
         for k in self.at:
-            if (index := padding[k]) is not None:
-                views[k][index] = 0
+            if (index := self._padding_of_outs[i][k]) is not None:
+                outputs.views[k][i][index] = 0
         for k, like in enumerate(self._like):
             if k != like:
-                np.copyto(views[k], views[like])
+                np.copyto(outputs.views[k][i], outputs.views[like][i])
 
 
 def padding_of(

@@ -54,15 +54,10 @@ UPDATING = threading.RLock()
 
 @dataclasses.dataclass(eq=False)
 class Pending:
-    """What the host has still to apply: gradients of one step, and what else belongs to them.
-
-    Attributes:
-      step: whose they are.
-      reads: values of the forward-backward program, on their way to pinned memory until the devices have
-        computed them.
-    """
+    """What the host has still to apply: gradients of one step, and what else belongs to them."""
 
     step: HostStep
+    # Values of the forward-backward program, on their way to pinned memory.
     reads: dict[Var, jax.Array]
 
 
@@ -107,7 +102,7 @@ class HostStep:
           threads: how many update; None for all processors.
           delay_after: how many steps are not delayed; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
-          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
+          window: how much of parameters that are stored away from the devices may be on them at a time.
         """
         self.leaves, self.shardings = planned.plan.leaves, shardings
         self._planned, self._threads, self._delay_after = planned, threads, delay_after
@@ -181,24 +176,20 @@ class HostStep:
         return None
 
     def _tell(self) -> None:
-        """Says what becomes of gradients that layers send."""
-        begins: dict[int, list[tuple[Update, bool]]] = {}
+        """Says what becomes of gradients that layers send, and which updates begin with them."""
+        assert self._layered is not None
+        gradients, begins = self._layered.gradients, dict[int, list[tuple[Update, bool]]]()
         for bucket in self._early_plan.buckets:
-            begins.setdefault(bucket.part, []).append((self._begins(bucket), bucket.num_slices > 0))
-        assert self._layered is not None
+            sliced = bucket.num_slices > 0
+            leaves = [self._values[i] for i in bucket.leaves]
+            takes: list[Ref] = [
+                Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
+                for v in self._takes(bucket)
+            ]
+            refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
+            update = Update(self._store, tuple(refs), tuple(takes), begin=bucket)
+            begins.setdefault(bucket.part, []).append((update, sliced))
         self._layered.tell(self._goes_to, self._num_sets, begins)
-
-    def _begins(self, bucket: EarlyBucket) -> Update:
-        """An update that begins while layers compute."""
-        assert self._layered is not None
-        sliced, gradients = bucket.num_slices > 0, self._layered.gradients
-        leaves = [self._values[i] for i in bucket.leaves]
-        takes: list[Ref] = [
-            Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
-            for v in self._takes(bucket)
-        ]
-        refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
-        return Update(self._store, tuple(refs), tuple(takes), begin=bucket)
 
     def _takes(self, bucket: EarlyBucket) -> list[Var]:
         """What an early update takes of what the forward-backward program sends."""
@@ -211,7 +202,6 @@ class HostStep:
 
     @functools.cached_property
     def _values(self) -> list[Value]:
-        """By which name each leaf is known."""
         return [*map(Value.of_leaf, self.leaves)]
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
@@ -312,13 +302,11 @@ class HostStep:
 
     def _reads(self) -> dict[Var, Value]:
         """What the hosts read besides their leaves, as one device has it."""
-        host, leaf_of = self.host, self._segments.leaf_of
-        return {
-            var: Value.of(self.leaves[leaf_of[var]].role, shard)
-            if var in leaf_of
-            else Value.of_gradient(shard)
-            for var, shard in zip(host.reads, map(shard_of, host.read_avals()), strict=True)
-        }
+        host, leaf_of, found = self.host, self._segments.leaf_of, dict[Var, Value]()
+        for var, shard in zip(host.reads, map(shard_of, host.read_avals()), strict=True):
+            role = self.leaves[leaf_of[var]].role if var in leaf_of else None
+            found[var] = Value.of(role, shard) if role else Value.of_gradient(shard)
+        return found
 
     def _gives(self) -> tuple[Value, ...]:
         """What they make for the devices."""
@@ -402,13 +390,7 @@ class HostStep:
     def _gradients(
         self, values: Values, arrivals: Arrivals = NOBODY, knows: Knows | None = None
     ) -> tuple[list[Any], Any]:
-        """What goes to the host; what stays, and outputs.
-
-        Args:
-          values: what the step is called with.
-          arrivals: who is told of what arrives, of layers.
-          knows: is told before that what is on its way from the start.
-        """
+        """Runs forward and backward: what goes to the host; what stays, and outputs."""
         if self._layered is None:
             found: tuple[list[Any], Any] = self._grad(*self.grad.taken(values))
             return found
@@ -418,7 +400,6 @@ class HostStep:
         return self._handed(known, *self._layered(values, arrivals))
 
     def _early_run(self, state: Sequence[Any], num_steps: int) -> EarlyRun | None:
-        """The early updates of a step, if it has any."""
         if not self._early_plan.buckets:
             return None
         if self._early is None:
@@ -470,7 +451,7 @@ class HostStep:
         return dict(zip(self._entered, down, strict=True))
 
     def wait(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
-        """Waits for what the devices make; others may have their turn meanwhile."""
+        """Waits for what the devices make; other threads may update meanwhile."""
         # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
         olds = [state[i] for i in self.host.outs if i < len(state)]
         # Of all devices, those that are replicas too: parameters are freed after this.

@@ -36,7 +36,7 @@ from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.schedule._ops import Commit, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Values, Var, shard_of
+from jzero.segments._segment import Values, Var
 from jzero.sharding.plan._offload import Shared, Window
 from jzero.tracing import _call
 
@@ -66,14 +66,7 @@ class NVMeStep(HostStep):
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: NVMe, shared: Shared,
         window: Window,
     ):  # fmt: skip
-        """Builds the programs.
-
-        Args:
-          planned: the step.
-          shardings: where the state is stored, for JAX.
-          policy: where the files are.
-          shared: engines in use by steps on batches of other shapes.
-          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
+        """Builds the programs; arguments as of `HostStep`.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
@@ -82,30 +75,16 @@ class NVMeStep(HostStep):
         self._waiting: dict[Var, int] = {}
         self._policy = policy
         super().__init__(planned, shardings, policy.threads, None, shared, window)
-        host = self.host
         # What a step renews of what is in files, and what it leaves there as it is.
-        self._moved = [i for i in self._hosted if i in host.leaves]
-        self._frozen = [i for i in self._hosted if i not in host.leaves]
-        # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
-        self._pinned = [i for i in self._streamed if i not in self._hosted]
-        self._residents = [*self._places_of_pinned()]
-        if bad := host.traced.untiled(self._residents):
-            self._check_dtypes()
-            params = any(self.leaves[i].is_streamed for i in self._hosted)
-            whole = (
-                "memory=jzero.Memory(params=jzero.PinnedHost(), optimizer=jzero.HostCPU())" if params
-                else "memory=jzero.HostCPU()")  # fmt: skip
-            # A part of one element is updated as a number.
-            single = any(x.size == 1 for x in host.state_avals())
-            small = "; or leave min_shard_bytes at its default: a shard has one element" * single
-            raise OptionError(message(
-                WHO, bad, "State in files is updated in ranges of elements, each by itself, of gradients "
-                "that have as many.", f"Use {whole}, which has whole leaves in memory{small}.", shown=6
-            ))  # fmt: skip
+        self._moved = [i for i in self._hosted if i in self.host.leaves]
+        self._frozen = [i for i in self._hosted if i not in self.host.leaves]
+        self._check_tiles()
         if policy.gradients:
-            self._waiting = self._handed_over()
+            assert self._layered is not None, "refused where policies are made"
+            known = {*self._known, *self._entered, *self._stays, *self._layered.literals}
+            self._waiting = self._layered.hand_over([v for v in self._in_tiles() if v not in known])
             self._tell()
-        self._writing: list[np.ndarray] = []
+        self._writing: list[np.ndarray] = []  # The memory that gradients are written through.
         self._tiles: EarlyTiles | None = None
         self._run: TileRun | None = None  # Of the step that runs.
 
@@ -119,89 +98,68 @@ class NVMeStep(HostStep):
         return True
 
     def _in_tiles(self) -> Collection[Var]:
-        found = self.host.traced.inputs_in_tiles(self._places_of_pinned())
+        found = self.host.traced.inputs_in_tiles(self._residents)
         return [var for i, var in enumerate(self.host.reads) if i in found]
 
-    def _places_of_pinned(self) -> dict[int, int]:
-        """By their place among the host's leaves, those in pinned memory, by index."""
-        leaves = self.leaves
-        return {
-            k: i
-            for k, i in enumerate(self.host.leaves)
-            if leaves[i].is_streamed and leaves[i].tier != NVME
-        }
+    @functools.cached_property
+    def _residents(self) -> dict[int, int]:
+        """Those of the host's leaves that are in pinned memory, by their place among these; by index."""
+        return {k: i for k, i in enumerate(self.host.leaves) if self.leaves[i].tier == PINNED}
 
     def _overwritten(self) -> Collection[int]:
         """Parameters in pinned memory: files have both versions."""
-        return self._places_of_pinned().values()
-
-    def _arriving(self) -> dict[int, int]:
-        """What the host reads that arrives while layers compute, by index, and in how many slices."""
-        buckets = self._early_plan.buckets
-        found = {
-            v: max(bucket.num_slices, 1)
-            for bucket in buckets
-            for v in self._takes(bucket)
-            if v.aval.shape
-        }
-        return {i: found[v] for i, v in enumerate(self.host.reads) if v in found}
+        return self._residents.values()
 
     def _takes(self, bucket: EarlyBucket) -> list[Var]:
         """Its gradients, and the numbers of all buckets: the first one begins with them."""
-        every = {
-            v: None for each in self._early_plan.buckets for v in super(NVMeStep, self)._takes(each)
-        }
+        every = [v for x in self._early_plan.buckets for v in super(NVMeStep, self)._takes(x)]
         mine = [v for v in super()._takes(bucket) if v.aval.shape]
-        return mine + [v for v in every if not v.aval.shape]
+        return mine + [v for v in dict.fromkeys(every) if not v.aval.shape]
+
+    def _check_tiles(self) -> None:
+        host = self.host
+        if not (bad := host.traced.untiled(self._residents)):
+            return
+        self._check_dtypes()
+        params = any(self.leaves[i].is_streamed for i in self._hosted)
+        whole = (
+            "memory=jzero.Memory(params=jzero.PinnedHost(), optimizer=jzero.HostCPU())" if params
+            else "memory=jzero.HostCPU()")  # fmt: skip
+        # A part of one element is updated as a number.
+        single = any(x.size == 1 for x in host.traced.state)
+        small = "; or leave min_shard_bytes at its default: a shard has one element" * single
+        raise OptionError(message(
+            WHO, bad, "State in files is updated in ranges of elements, each by itself, of gradients "
+            "that have as many.", f"Use {whole}, which has whole leaves in memory{small}.", shown=6
+        ))  # fmt: skip
 
     def _check_dtypes(self) -> None:
         """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
-        found = {x.dtype.name for x in self.host.state_avals()} - TYPES.keys()
+        traced = self.host.traced
+        named = zip(traced.names, traced.state, strict=False)  # Those of outputs follow.
+        found = {path: x.dtype.name for path, x in named if x.dtype.name not in TYPES}
         if found:
-            avals = self.host.state_avals()  # Names of outputs follow those of leaves.
-            paths = [
-                p for p, x in zip(self.host.names(), avals, strict=False) if x.dtype.name in found
-            ]
             raise OptionError(message(
-                WHO, f"memory=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
-                f"{' or '.join(sorted(found))} ({first_of(paths)})",
+                WHO, f"memory=jzero.NVMe, and {len(found)} of {len(traced.state)} leaves that the hosts "
+                f"update are {' or '.join(sorted({*found.values()}))} ({first_of([*found])})",
                 f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
                 "Keep the state in one of these, as float32, or use memory=jzero.HostCPU(), where XLA "
                 "updates the others."))  # fmt: skip
 
-    def _handed_over(self) -> dict[Var, int]:
-        """The gradients that wait in files, and in how many slices each is made."""
-        assert self._layered is not None, "refused where policies are made"
-        known = {*self._known, *self._entered, *self._stays, *self._layered.literals}
-        return self._layered.hand_over([var for var in self._in_tiles() if var not in known])
-
-    @functools.cached_property
-    def _buffer_sizes(self) -> list[int]:
-        """Of the memory that gradients are written through."""
-        return buffer_sizes(self.update.gradients, self._policy.host_bytes)
-
-    @functools.cached_property
-    def _gradient_names(self) -> dict[Value, str]:
-        """What these are called in the files."""
-        assert self._layered is not None
-        names, gradients = self.update.gradient_names, self._layered.gradients
-        return {gradients[var]: names[i] for i, var in enumerate(self.host.reads) if i in names}
-
     @functools.cached_property
     def update(self) -> TiledUpdate:
         """What the host does, compiled."""
-        host, policy = self.host, self._policy
+        host, policy, fetched = self.host, self._policy, self._fetched
+        arriving = {
+            v: max(bucket.num_slices, 1)
+            for bucket in self._early_plan.buckets for v in self._takes(bucket) if v.aval.shape
+        }  # fmt: skip
         return TiledUpdate(
-            host.traced, tile_bytes=tile_bytes(policy),
-            resident=self._residents, lone=self._lone(), threads=policy.threads,
+            host.traced, tile_bytes=tile_bytes(policy), threads=policy.threads, resident=self._residents,
+            lone={k: fetched[i] for k, i in enumerate(host.leaves) if i in fetched},
             gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
-            arriving=self._arriving(),
+            arriving={i: arriving[v] for i, v in enumerate(host.reads) if v in arriving},
         )  # fmt: skip
-
-    def _lone(self) -> dict[int, int]:
-        """Leaves that layers fetch from files, by their place among the host's, and in how many slices."""
-        found = self._fetched
-        return {k: found[i] for k, i in enumerate(self.host.leaves) if i in found}
 
     @functools.cached_property
     def _fetched(self) -> dict[int, int]:
@@ -210,22 +168,18 @@ class NVMeStep(HostStep):
         found = {self._segments.leaf_of[var]: num for var, num in slices.items()}
         return {i: num for i, num in found.items() if i in self._hosted}
 
-    def _kept(self) -> TileLayout:
-        """What is where in the files of leaves that no step changes."""
-        leaves = [self.leaves[i] for i in self._frozen]
-        slices = [self._fetched.get(i, 0) for i in self._frozen]
-        own = layout_to_read(leaves, slices, tile_bytes(self._policy))
-        return TileLayout(self.update.frozen.tiles + own.tiles)
-
     @functools.cached_property
     def spec(self) -> StoreSpec:
         """The files of a state."""
-        policy, mesh = self._policy, self.host.mesh
-        leaves = [self.leaves[i] for i in self._hosted]
-        identity = identity_of(leaves, mesh, self.host.shard_axes)
+        policy, mesh, update = self._policy, self.host.mesh, self.update
+        # What is in the files of leaves that no step changes.
+        slices = [self._fetched.get(i, 0) for i in self._frozen]
+        own = layout_to_read([self.leaves[i] for i in self._frozen], slices, tile_bytes(policy))
+        kept = TileLayout(update.frozen.tiles + own.tiles)
+        identity = identity_of([self.leaves[i] for i in self._hosted], mesh, self.host.shard_axes)
         return StoreSpec(
-            Path(policy.path), policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
-            identity, mesh, self._kept(), self.update.gradients, sum(self._buffer_sizes),
+            Path(policy.path), policy.host_bytes, policy.in_place, policy.resume, update.layout, identity,
+            mesh, kept, update.gradients, sum(buffer_sizes(update.gradients, policy.host_bytes)),
         )  # fmt: skip
 
     def schedule(self) -> Schedule:
@@ -238,11 +192,6 @@ class NVMeStep(HostStep):
     def _goes_to(self, var: Var) -> str:
         """Where a gradient waits."""
         return NVME if var in self._waiting else PINNED
-
-    def _waiting_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """The gradients that wait in files, whole."""
-        pairs = zip(self.host.reads, self.host.read_avals(), strict=True)
-        return [aval for var, aval in pairs if var in self._waiting]
 
     def code_paths(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
@@ -265,10 +214,10 @@ class NVMeStep(HostStep):
         ])  # fmt: skip
 
     def _gradient_lines(self) -> list[str]:
-        """Where gradients wait for the update."""
         if not self._waiting:
             return []
-        nbytes = sum(size_in_bytes(shard_of(x)) for x in self._waiting_avals())
+        reads = zip(self.host.reads, self.host.traced.inputs, strict=False)
+        nbytes = sum(size_in_bytes(x) for var, x in reads if var in self._waiting)
         where = (
             "behind their tiles" if self._policy.in_place else "where their tiles will be written"
         )
@@ -289,7 +238,6 @@ class NVMeStep(HostStep):
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
-        """As there."""
         if not self._early_plan.buckets:
             return super().__call__(state, arrays)
         # Early tiles use the buffers from the first layer on.
@@ -339,7 +287,7 @@ class NVMeStep(HostStep):
         taken: dict[int, Any] = run.taken if run else {}
         self.prepare(with_new(state, taken), reads)
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-        left = [i for i in self._pinned if i not in taken]
+        left = [i for i in self._streamed if i not in taken and i not in self._hosted]
         hosted = taken | renewed(state, left, self.leaves)
         self.place(hosted)
         try:
@@ -363,8 +311,8 @@ class NVMeStep(HostStep):
         if self._tiles is None:
             takes = {bucket: self._takes(bucket) for bucket in self._early_plan.buckets}
             self._tiles = EarlyTiles(
-                self._engine_of(state), self.host, takes, self._places_of_pinned(),
-                self._segments.invars, self._old_bytes,
+                self._engine_of(state), self.host, takes, self._residents, self._segments.invars,
+                self._old_bytes,
             )  # fmt: skip
         return TileRun(self._tiles, store, state, self.leaves)
 
@@ -377,13 +325,21 @@ class NVMeStep(HostStep):
         devices = state[self._hosted[0]].placement.devices
         # A signal's handler that runs a step meanwhile has buffers of its own.
         buffers, self._writing = self._writing, []
-        buffers = buffers or [pages(size) for size in self._buffer_sizes]
+        sizes = buffer_sizes(self.update.gradients, self._policy.host_bytes)
+        buffers = buffers or [pages(size) for size in sizes]
         with JobThreads(buffers) as threads:
             writes = GradientWrites(store, self._gradient_names, devices, threads)
             sent, handed = self._gradients(values, Arrivals(write=writes.write))
             writes.end()
         self._writing = buffers
         return sent, handed
+
+    @functools.cached_property
+    def _gradient_names(self) -> dict[Value, str]:
+        """What gradients are called in the files."""
+        assert self._layered is not None
+        names, gradients = self.update.gradient_names, self._layered.gradients
+        return {gradients[var]: names[i] for i, var in enumerate(self.host.reads) if i in names}
 
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:
         leaves: list[FileStorage] = [state[i] for i in self._hosted]

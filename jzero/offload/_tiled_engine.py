@@ -19,14 +19,13 @@ from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
 from jzero.sharding.plan._leaves import LeafPlan
 
-Chunk = dict[int, jax.Array]
-
 
 class TiledEngine(HostEngine):
     """Updates the shards of this process's devices, tile by tile, all of them side by side.
 
     Attributes:
       update: compiled; says what is where in a tile.
+      tiles: all that are in files, as `run_tiles` visits them.
     """
 
     update: TiledUpdate
@@ -36,22 +35,13 @@ class TiledEngine(HostEngine):
         update: TiledUpdate,
     ):  # fmt: skip
         super().__init__(bucket, leaves, devices, update)
-        chunks = [tile.chunk for tile in update.tiles]
+        num = update.layout.num_tiles
         # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
-        self._order = sorted(
-            (
-                TileAt(k, tile)
-                for k in range(len(devices))
-                for tile in range(update.layout.num_tiles)
-            ),
-            key=lambda at: (chunks[at.tile], at.tile, at.file),
+        self.tiles = sorted(
+            (TileAt(k, tile) for k in range(len(devices)) for tile in range(num)),
+            key=lambda at: (update.tiles[at.tile].chunk, at.tile, at.file),
         )
-        self._left = collections.Counter(tile for tile in chunks for _ in devices)
-
-    @property
-    def tiles(self) -> list[TileAt]:
-        """All that are in files, as `run_tiles` visits them."""
-        return self._order
+        self._left = collections.Counter(tile.chunk for tile in update.tiles for _ in devices)
 
     def prepare_early(
         self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
@@ -75,7 +65,7 @@ class TiledEngine(HostEngine):
 
     def run_tiles(
         self, store: NVMeStore, arrived: Arrived = NOTHING, done: Collection[TileAt] = ()
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[dict[int, jax.Array]]:
         """Reads, updates and writes tiles; yields what a chunk makes for the devices, on its way there.
 
         Args:
@@ -86,30 +76,29 @@ class TiledEngine(HostEngine):
         Raises:
           StateError: the disk fails. What was written is of no use.
         """
-        outputs, left = self._sets[-1], self._left.copy()
-        left.subtract(self.update.tiles[at.tile].chunk for at in done)
-        outputs.sent.clear()
-        yield self._send(outputs, self.update.begin(self._views(outputs)))
+        update, left = self.update, self._left.copy()
+        left.subtract(update.tiles[at.tile].chunk for at in done)
+        yield self._send(update.begin(self._memory_of_outputs()))
         # What reads no state is made first.
-        for tile in range(self.update.layout.num_tiles, len(self.update.tiles)):
+        for tile in range(update.layout.num_tiles, len(update.tiles)):
             for k in range(len(self.devices)):
-                self.update.update_tile(k, tile)
-                left[self.update.tiles[tile].chunk] -= 1
-        files = store.files
+                update.update_tile(k, tile)
+                left[update.tiles[tile].chunk] -= 1
         for chunk in [chunk for chunk, num in left.items() if not num]:
-            yield self._send(outputs, self.update.done[chunk])
-        order, ring = [at for at in self._order if at not in done], store.spec.ring
+            yield self._send(update.done[chunk])
+        order = [at for at in self.tiles if at not in done]
+        files, ring = store.files, store.spec.ring
         claim = ring.claim()
         try:
             with sweep(order, ring, files.read_with_gradients, files.write) as visits:
                 for visit in visits:
-                    self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
-                    chunk = self.update.tiles[visit.at.tile].chunk
+                    update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
+                    chunk = update.tiles[visit.at.tile].chunk
                     left[chunk] -= 1
                     if not left[chunk]:
-                        yield self._send(outputs, self.update.done[chunk])
+                        yield self._send(update.done[chunk])
         finally:
             claim.release()
-        self.update.end()
+        update.end()
         self._complete(self._leaves)
         self._leaves = {}
