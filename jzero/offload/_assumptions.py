@@ -99,13 +99,7 @@ class History(NamedTuple):
 def numbers_of(
     assumptions: Iterable[Assumption | None], reads: Mapping[Var, jax.Array], places: Sequence[int]
 ) -> Numbers:
-    """The numbers of assumptions.
-
-    Args:
-      assumptions: of updates; None of those that assume nothing.
-      reads: has the numbers.
-      places: of the devices whose numbers they are, among those of the process.
-    """
+    """The numbers of assumptions, of the devices at these places among those of the process."""
     found = {var for each in assumptions if each for var in each.numbers}
     return {var: [np.array(reads[var].addressable_data(k)) for k in places] for var in found}
 

@@ -36,11 +36,8 @@ class Bandwidths(NamedTuple):
 def share(bandwidths: Bandwidths, state_bytes: float, transfer_bytes: float) -> float:
     """The share of optimizer state with which host and device end together.
 
-    Args:
-      bandwidths: as measured.
-      state_bytes: of optimizer state.
-      transfer_bytes: of what goes to the host, or comes from there, if all of it is stored on the host.
-        Copies run beside the update, so the slower of both counts.
+    `transfer_bytes` go to the host, or come from there, if all of it is stored on the host. Copies run beside
+    the update, so the slower of both counts.
     """
     on_host = max(state_bytes / bandwidths.host, transfer_bytes / bandwidths.link)
     on_device = state_bytes / bandwidths.device

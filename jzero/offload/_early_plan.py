@@ -63,7 +63,7 @@ class EarlyBucket:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyPlan:
-    """The host's subgraphs in two: early ones, and why others begin when all gradients are there, by index."""
+    """The host's subgraphs in two: early buckets; and, by index, why others wait for all gradients."""
 
     buckets: tuple[EarlyBucket, ...]
     late: dict[int, str]

@@ -74,15 +74,6 @@ class EarlyUpdates:
         threads: int | None,
         old_bytes: int = 0,
     ):
-        """Compiles.
-
-        Args:
-          planned: the step.
-          plan: its buckets.
-          devices: whose shards are updated.
-          threads: how many update; None for all processors.
-          old_bytes: of old values of each device, at most.
-        """
         self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
         self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
         self.padding = {i: self._padding(i) for i in self.leaves}
@@ -148,17 +139,9 @@ class EarlyRun:
     def __init__(
         self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int, waits: bool
     ):  # fmt: skip
-        """Begins nothing.
-
-        Args:
-          updates: what can be done early.
-          state: whose leaves are updated.
-          num_steps: how many steps the new state has behind it.
-          waits: everything begins with `finish` only.
-        """
         self._updates, self._state, self._num_steps = updates, state, num_steps
         self._known: Mapping[Var, jax.Array] = {}
-        self._waits = waits
+        self._waits = waits  # with everything for `finish`
         self._ready: list[Arrived] = []
         self._late: list[Arrived] = []  # what begins when all numbers are there
         self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
@@ -242,8 +225,7 @@ class EarlyRun:
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
         """Begins what has waited, waits for all, and does again what has begun on a wrong assumption.
 
-        Args:
-          reads: all that the host reads besides its leaves; numbers are there.
+        `reads` has all that the host reads besides its leaves; numbers are there.
         """
         numbers = self._updates.numbers(reads)
         self._begin()

@@ -49,16 +49,6 @@ class EarlyTiles:
         self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]],
         residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
     ):  # fmt: skip
-        """Plans.
-
-        Args:
-          engine: of all tiles of the step.
-          host: what it updates.
-          takes: the early updates, and what each takes of what arrives.
-          residents: by the engine's index, which leaves are in pinned memory.
-          variables: of all leaves.
-          old_bytes: of old values of these, on each device, at most.
-        """
         self.engine, self.takes = engine, takes
         self.residents, self.variables, self._old_bytes = residents, variables, old_bytes
         self.inputs = {var: i for i, var in enumerate(host.reads)}
@@ -119,14 +109,6 @@ class TileRun:
     def __init__(
         self, early: EarlyTiles, store: NVMeStore, state: Sequence[Any], plans: Sequence[LeafPlan]
     ):
-        """Begins nothing.
-
-        Args:
-          early: what can be updated early.
-          store: the files.
-          state: whose leaves are updated.
-          plans: of all leaves.
-        """
         self._early, self._store, self._state, self._plans = early, store, state, plans
         self._order = early.order()
         self._buckets = early.buckets(self._order)
@@ -187,8 +169,7 @@ class TileRun:
     def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:
         """Waits for the thread; the tiles that it has written, and nobody needs to write again.
 
-        Args:
-          reads: all that the host reads besides its leaves; numbers are there.
+        `reads` has all that the host reads besides its leaves; numbers are there.
 
         Raises:
           StateError: the disk fails.

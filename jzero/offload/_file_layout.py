@@ -35,10 +35,8 @@ def layout_to_read(
 ) -> TileLayout:
     """What is where in a file of leaves that nobody updates.
 
-    Args:
-      leaves: them.
-      num_slices: of each that layers fetch, along dim 0; 1 for one that is fetched whole, else 0.
-      tile_bytes: of a tile, at most.
+    Of each leaf that layers fetch, `num_slices` along dim 0 are read by themselves: 1 if it is fetched whole,
+    0 of others.
     """
     avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
     return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)

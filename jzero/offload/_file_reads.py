@@ -164,15 +164,6 @@ class FileRun:
         kept: int,
         readers: JobThreads,
     ):
-        """Asks for nothing.
-
-        Args:
-          sources: the leaves in files.
-          leaves: the same, of this run's state.
-          pool: of memory on the way.
-          kept: bytes of it that reading ahead leaves for what is read when it is needed.
-          readers: threads.
-        """
         self._sources, self._leaves, self._pool, self._kept = sources, leaves, pool, kept
         self._readers = readers
         self._arriving: dict[Wanted, collections.deque[_Arriving]] = {}

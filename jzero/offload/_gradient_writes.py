@@ -36,24 +36,14 @@ class GradientWrites:
         self, store: NVMeStore, names: Mapping[Value, str], devices: Sequence[jax.Device],
         threads: JobThreads,
     ):  # fmt: skip
-        """Writes nothing.
-
-        Args:
-          store: the files.
-          names: of the gradients that wait there, what they are called.
-          devices: whose gradients are kept, a file each; other local devices are their replicas.
-          threads: that write.
-        """
         self._store, self._names, self._devices, self._threads = store, names, devices, threads
         self._asked: Asked | None = None
         self._begun = False
 
     def write(self, wanted: Sequence[Wanted], arrays: Sequence[jax.Array]) -> None:
-        """Has gradients written, and waits for what arrived before them.
+        """Has gradients, or slices of them, written, and waits for what arrived before them.
 
-        Args:
-          wanted: which ones, or of which their slices.
-          arrays: them, in pinned memory; what is on the devices comes to the host piece by piece.
+        They are in pinned memory; what is on the devices comes to the host piece by piece.
         """
         jobs: list[Job] = []
         for (value, at), x in zip(wanted, arrays, strict=True):

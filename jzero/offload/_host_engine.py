@@ -46,7 +46,7 @@ class HostEngine:
         """Makes memory for outputs.
 
         Args:
-          bucket: what to run.
+          bucket: what to run; of `leaves`.
           leaves: its leaves.
           devices: whose shards are updated; other local devices are their replicas.
           update: the bucket, compiled.

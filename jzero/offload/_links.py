@@ -30,11 +30,8 @@ def copied(
 ) -> tuple[float, float]:
     """Bytes per second of each device, to pinned memory and from it, while all of them copy.
 
-    Args:
-      devices: of this process.
-      nbytes: of each copy.
-      both_ways: whether each device copies to the host and from it at the same time; both rates are then
-        those of the slower way.
+    With `both_ways` each device copies to the host and from it at the same time; both rates are then those of
+    the slower way.
     """
     here = [SingleDeviceSharding(device) for device in devices]
     there = [sharding.with_memory_kind(PINNED) for sharding in here]
@@ -53,10 +50,7 @@ def copied(
 def collective(op: str, devices: Sequence[jax.Device], nbytes: int) -> float:
     """Bytes per second of the whole value that devices gather, or reduce and scatter (algorithm bandwidth).
 
-    Args:
-      op: 'all-gather' or 'reduce-scatter'.
-      devices: of this process, at least two.
-      nbytes: about how many the whole value has.
+    Of a value of about `nbytes`, over at least two devices of this process.
     """
     mesh = Mesh(np.array(devices), (_AXIS,))
     count = max(1, nbytes // len(devices) // 2) * len(devices)

@@ -84,13 +84,7 @@ def _staying(leaves: Leaves, frame: Frame) -> list[int]:
 
 
 def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> None:
-    """A delayed update happens after the next gradients, and after its own step has returned.
-
-    Args:
-      leaves: as they would be stored on the devices.
-      frame: the root frame of the step.
-      update: its optimizer program.
-    """
+    """A delayed update happens after the next gradients, and after its own step has returned."""
     staying = _staying(leaves, frame)
     read = [describe_leaf(leaf.path, leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)
             if i in staying and leaf.role == OPTIMIZER]  # fmt: skip
@@ -109,12 +103,6 @@ def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> Non
 
 def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: int | None) -> float:
     """The share of optimizer state with which host and devices end together, measured.
-
-    Args:
-      leaves: with all of it on the host.
-      mesh: whose devices are measured.
-      stage_axes: over which data axes.
-      threads: how many update on the host.
 
     Raises:
       OptionError: this process does not have all devices of the mesh.

@@ -137,12 +137,6 @@ class Executable:
     """
 
     def __init__(self, ops: Sequence[Op], keeps: Keys):
-        """A list.
-
-        Args:
-          ops: it.
-          keeps: what is read when it has run.
-        """
         self.ops = tuple(ops)
         self._dead = dead_after(ops, keeps.here, keeps.there)
         self._groups: dict[int, list[_Group | Loop]] = {}
@@ -260,25 +254,11 @@ class Execution:
         self, program: Executable, here: dict[HeldAs, Any], there: dict[HeldAs, Any], files: Any = None,
         arrivals: Arrivals = NOBODY,
     ):  # fmt: skip
-        """Runs nothing.
-
-        Args:
-          program: the list.
-          here: what it takes of the devices.
-          there: what it takes of pinned memory.
-          files: where values come from that are in files (`FileRun`); None if none are.
-          arrivals: who is told of what is on the host.
-        """
         self._program, self.here, self.there = program, here, there
         self._files, self._arrivals = files, arrivals
 
     def run(self, device_bytes: int, under_way: int | None = None) -> None:
-        """Runs it.
-
-        Args:
-          device_bytes: of what is fetched, on each device at a time.
-          under_way: as of `stream`.
-        """
+        """Runs it, with `device_bytes` and `under_way` as of `stream`."""
         visits = self._visits(self._program.ops)
         coming = self._files.ahead(visits) if self._files else visits
         _stream.stream(coming, device_bytes, under_way)

@@ -65,12 +65,7 @@ class TileRing:
     """
 
     def __init__(self, who: str, host_bytes: int, tile_bytes: int) -> None:
-        """Makes as many buffers as `host_bytes` hold.
-
-        Args:
-          who: what the user called.
-          host_bytes: of all buffers, at most.
-          tile_bytes: of one, a multiple of 4096.
+        """Makes as many buffers of `tile_bytes`, a multiple of 4096, as `host_bytes` hold.
 
         Raises:
           OptionError: they hold fewer than three.
@@ -87,7 +82,7 @@ class TileRing:
 
     @classmethod
     def of(cls, buffers: Sequence[np.ndarray]) -> TileRing:
-        """A ring of the caller's memory, such as a device's pinned memory: `uint8[nbytes]`, on pages."""
+        """A ring of the caller's memory: `uint8[nbytes]`, on pages."""
         ring = cls.__new__(cls)
         ring._use(list(buffers))
         return ring

@@ -37,12 +37,7 @@ class DirectFile:
     _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
 
     def __init__(self, who: str, path: Path, create: bool = False) -> None:
-        """Opens or makes a file.
-
-        Args:
-          who: what the user called.
-          path: where it is.
-          create: whether to make it; then nothing may be there.
+        """Opens a file, or makes one where nothing is.
 
         Raises:
           OptionError: another run has it, it cannot be opened or is no regular file, or this is not Linux.

@@ -79,7 +79,7 @@ class TileFiles:
           who: what the user called; errors begin with it.
           folder: of the files; made. What is there of a run that ended before its first step was complete
             gets another name, and a warning says which.
-          specs: of each file its name, layout and identity.
+          specs: of each file, by its name.
           in_place: one slot instead of two.
           run: the id of all processes of the run; a new one by default.
           ready: returns when all processes have made their files, all of which have decided that they may;
@@ -99,15 +99,9 @@ class TileFiles:
         cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, step: Write | None = None, run: str | None = None,
     ) -> TileFiles:  # fmt: skip
-        """Opens files that an earlier run has left. Nothing is written before `begin`.
+        """Opens files that an earlier run has left, made with the same arguments; writes nothing.
 
-        Args:
-          who: what the user called; errors begin with it.
-          folder: of the files.
-          specs: of each file its name, layout and identity, which must be those that it was made with.
-          in_place: as they were made.
-          step: which one to read; None for the newest that all files have.
-          run: the id of all processes for what is written from here on; a new one by default.
+        It reads `step`, by default the newest that all files have.
 
         Raises:
           OptionError: another run has them.

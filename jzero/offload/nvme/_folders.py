@@ -116,11 +116,7 @@ class Choice(NamedTuple):
 
 
 def judge(files: Mapping[str, Sequence[bytes]]) -> Folder:
-    """What the header pages of all files of a folder say together.
-
-    Args:
-      files: of each file, by its name, both pages; fewer if it is too short.
-    """
+    """What both header pages of all files of a folder say together, fewer of a file that is too short."""
     found = {name: [_unpacked(page) for page in pages] for name, pages in files.items()}
     problems = [f"{name} {text}" for name, pages in found.items() if (text := _problem(pages))]
     intact = [[page for page in pages if isinstance(page, Header)] for pages in found.values()]

@@ -39,11 +39,7 @@ class WaitingGradients:
         return self.layout.nbytes[tile] if self.layout.num_tiles else 0
 
     def begin(self, starts: Sequence[int]) -> None:
-        """Forgets what is there.
-
-        Args:
-          starts: of each tile, where its gradients go in the file.
-        """
+        """Forgets what is there; the gradients of each tile go to `starts` in the file."""
         self._starts = starts
         self._there[:] = False
 

@@ -45,7 +45,7 @@ class Asked:
 
 
 class JobThreads:
-    """Some threads, each with a buffer.
+    """Some threads, each with a buffer: `uint8[nbytes]`, on a page, of nobody else meanwhile.
 
     Behaves like::
 
@@ -66,11 +66,6 @@ class JobThreads:
     """
 
     def __init__(self, buffers: Sequence[np.ndarray]) -> None:
-        """Starts nothing.
-
-        Args:
-          buffers: `uint8[nbytes]` each, on a page; one for each thread, of nobody else meanwhile.
-        """
         self._buffers, self._jobs = buffers, _Jobs(len(buffers))
         # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
         self._dropped = weakref.finalize(self, self._jobs.group.stop)

@@ -84,17 +84,9 @@ def make(
     who: str, folder: Path, specs: Mapping[str, FileSpec], in_place: bool, run: str,
     ready: Callable[[], None],
 ) -> list[TileFile]:  # fmt: skip
-    """Makes the files of a folder, and reserves all of their space; what is there is put aside.
+    """Makes the files of a folder, and those around it; reserves their space; puts aside what is there.
 
-    A call that fails leaves nothing of its own behind.
-
-    Args:
-      who: what the user called; errors begin with it.
-      folder: of the files; those around it are made, too.
-      specs: of each file its name, layout and identity.
-      in_place: one slot instead of two.
-      run: the id of whoever writes them.
-      ready: returns when the files of all processes are made.
+    A call that fails leaves nothing of its own behind. `ready` returns when all processes have made theirs.
 
     Raises:
       OptionError: there is no room, or another run makes files there.

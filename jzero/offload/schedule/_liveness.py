@@ -70,12 +70,8 @@ def dead_after(
     """What dies with each operation, by its identity; those within loops included.
 
     A value is needed until the last operation that reads it, and again from one that makes it anew: of what
-    is fetched twice, the devices' first copy dies with its last reader.
-
-    Args:
-      ops: of a step; each stands in it once.
-      here: what is read of the devices after them.
-      there: what is read of the stores after them.
+    is fetched twice, the devices' first copy dies with its last reader. What is read of the devices (`here`)
+    and of the stores (`there`) after the operations does not die.
     """
     found: dict[int, Dead] = {}
     _walk(ops, Live({*here}, {*there}), found)
