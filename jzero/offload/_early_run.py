@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import PINNED
 from jzero.offload._assumptions import History, Numbers, numbers_of
 from jzero.offload._early_plan import EarlyBucket, EarlyPlan, as_function, avals_of
-from jzero.offload._host_engine import complete, padding_of
+from jzero.offload._host_engine import complete, padding_of_leaf
 from jzero.offload.kernels._host_update import (
     HostUpdate,
     UnderWay,
@@ -29,21 +29,14 @@ from jzero.offload.memory._storage import places
 from jzero.offload.schedule._ops import Update
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
-from jzero.sharding.plan import _layout
 
 
 class Arrived(NamedTuple):
-    """Gradients of a bucket, or of a slice of it.
-
-    Attributes:
-      bucket: whose they are.
-      at: which slice; None for whole leaves.
-      here: what is there of what the bucket reads.
-    """
+    """Gradients of a bucket, or of a slice of it."""
 
     bucket: EarlyBucket
-    at: int | None
-    here: Mapping[Var, jax.Array]
+    at: int | None  # which slice; None for whole leaves
+    here: Mapping[Var, jax.Array]  # what is there of what the bucket reads
 
 
 # Of one bucket, or of a slice of it, what it overwrites: of each device all leaves.
@@ -58,25 +51,25 @@ class EarlyUpdates:
       keeping: the same of those that begin on an assumption: it hands out their old values.
       leaves: all that they renew, by index.
       padding: of each of these, which part of the shard of each of `devices` is padding.
-      plans: of all leaves.
+      plans, variables: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
       history: what numbers of assumptions were in the last steps.
       old: memory for old values, by the bucket and its slice, unless a run has it. A run that fails keeps it:
         its threads may still write there.
+      old_bytes: of it, of each device, at most.
     """
 
     def __init__(
-        self,
-        planned: PlannedStep,
-        plan: EarlyPlan,
-        devices: Sequence[jax.Device],
-        threads: int | None,
-        old_bytes: int = 0,
-    ):
-        self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
+        self, planned: PlannedStep, plan: EarlyPlan, devices: Sequence[jax.Device],
+        threads: int | None, old_bytes: int = 0,
+    ):  # fmt: skip
+        self._planned, self.devices, self.old_bytes = planned, devices, old_bytes
+        self.plans, self.variables = planned.plan.leaves, planned.frame.jaxpr.invars
         self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
-        self.padding = {i: self._padding(i) for i in self.leaves}
+        self.padding = {
+            i: padding_of_leaf(self.plans[i], planned.mesh, devices) for i in self.leaves
+        }
         local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
         self._threads = threads or default_threads()
@@ -85,7 +78,6 @@ class EarlyUpdates:
         self.buckets = {bucket: self._compiled(bucket, keeps=False) for bucket in plan.buckets}
         assuming = [bucket for bucket in plan.buckets if bucket.assumption]
         self.keeping = {bucket: self._compiled(bucket, keeps=True) for bucket in assuming}
-        self._old_bytes = old_bytes
         self.history = History()
         self.old: dict[tuple[EarlyBucket, int | None], Old] = {}
 
@@ -96,35 +88,6 @@ class EarlyUpdates:
             names=names + [f"the old {name}" for name in names] * keeps,
             threads=self._threads, helpers=self._helpers,
         )  # fmt: skip
-
-    def _padding(self, index: int) -> list[Any]:
-        leaf, mesh = self.plans[index], self._planned.mesh
-        sharding = jax.sharding.NamedSharding(
-            mesh, _layout.partition_spec(leaf.layout, leaf.automatic)
-        )
-        return padding_of(sharding, leaf.padded_shape, leaf.shape, self.devices)
-
-    def is_hosted(self, index: int) -> bool:
-        """Whether a leaf is in ordinary memory of the host."""
-        return self.plans[index].tier == HOST
-
-    def var(self, index: int) -> Var:
-        """The variable of a leaf."""
-        return self._planned.frame.jaxpr.invars[index]
-
-    def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
-        """Those of assumptions, of each of `devices`."""
-        return numbers_of([bucket.assumption for bucket in self.buckets], reads, self.at)
-
-    def room(self, bucket: EarlyBucket, at: int | None, old: dict[Any, Old]) -> Old | None:
-        """Memory for old values of a bucket, among what a run has of it; None if that would be too much."""
-        if (bucket, at) not in old:
-            outputs = self.keeping[bucket].outputs
-            held = sum(x.nbytes for found in old.values() for x in found[0])
-            if held + sum(x.size * x.dtype.itemsize for x in outputs) > self._old_bytes:
-                return None
-            old[bucket, at] = [[host_empty(x.shape, x.dtype) for x in outputs] for _ in self.at]
-        return old[bucket, at]
 
 
 class EarlyRun:
@@ -184,9 +147,16 @@ class EarlyRun:
 
     def _room(self, arrived: Arrived) -> Old | None:
         """Memory for old values of an update that may begin on an assumption; None if it waits."""
-        if not self._history.allows(arrived.bucket.assumption):
+        (bucket, at, _), updates, old = arrived, self._updates, self._old
+        if not self._history.allows(bucket.assumption):
             return None
-        return self._updates.room(arrived.bucket, arrived.at, self._old)
+        if (bucket, at) not in old:
+            outputs = updates.keeping[bucket].outputs
+            held = sum(x.nbytes for found in old.values() for x in found[0])
+            if held + sum(x.size * x.dtype.itemsize for x in outputs) > updates.old_bytes:
+                return None
+            old[bucket, at] = [[host_empty(x.shape, x.dtype) for x in outputs] for _ in updates.at]
+        return old[bucket, at]
 
     def _start(
         self, arrived: Arrived, numbers: Numbers, old: Old | None = None
@@ -214,20 +184,20 @@ class EarlyRun:
     def _take(self, indices: Sequence[int]) -> dict[Var, jax.Array]:
         """Leaves that are updated from here on; parameters among them, by variable."""
         updates = self._updates
-        pinned = renewed(
-            self._state, [i for i in indices if not updates.is_hosted(i)], updates.plans
-        )
+        in_pinned = [i for i in indices if updates.plans[i].tier == PINNED]
+        pinned = renewed(self._state, in_pinned, updates.plans)
         for i in indices:
             new = pinned[i] if i in pinned else self._state[i].renewed(None, self._num_steps)
             self.made[i], self._memory[i] = new, LeafMemory.of(new, updates.devices)
-        return {updates.var(i): x for i, x in pinned.items()}
+        return {updates.variables[i]: x for i, x in pinned.items()}
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
         """Begins what has waited, waits for all, and does again what has begun on a wrong assumption.
 
         `reads` has all that the host reads besides its leaves; numbers are there.
         """
-        numbers = self._updates.numbers(reads)
+        updates = self._updates
+        numbers = numbers_of([x.assumption for x in updates.buckets], reads, updates.at)
         self._begin()
         for arrived in self._late:
             self._start(arrived, numbers)
@@ -236,8 +206,8 @@ class EarlyRun:
             self._start(arrived, numbers)
         self._end()
         for index, memory in self._memory.items():
-            complete(memory, self._updates.padding[index])
-        self._updates.history, self._updates.old = self._history.then(numbers), self._old
+            complete(memory, updates.padding[index])
+        updates.history, updates.old = self._history.then(numbers), self._old
 
     def _end(self) -> None:
         while self._under_way:

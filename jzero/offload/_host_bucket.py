@@ -111,10 +111,6 @@ class HostBucket:
         """The true shapes of what it makes."""
         return [self._outvars[i].aval.shape for i in self.outs]
 
-    def sharding_of(self, leaf: LeafPlan) -> NamedSharding:
-        """How one of its leaves is sharded."""
-        return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
-
     def names(self) -> list[str]:
         """Of its leaves, then of what it makes."""
         leaves = self._plan.leaves

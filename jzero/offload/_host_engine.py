@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._pinned_leaf import LeafMemory, pinned_zeros, view
 from jzero.offload.memory._storage import places
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan
 
 Slices = tuple[slice, ...]
@@ -69,10 +70,7 @@ class HostEngine:
             padding_of(aval.sharding, aval.shape, shape, local)
             for aval, shape in zip(outs, shapes, strict=True)
         ]
-        self._padding_of_leaves = [
-            padding_of(bucket.sharding_of(leaf), leaf.padded_shape, leaf.shape, devices)
-            for leaf in leaves
-        ]
+        self._padding_of_leaves = [padding_of_leaf(x, bucket.mesh, devices) for x in leaves]
 
     @property
     def chunks(self) -> list[list[int]]:
@@ -154,10 +152,18 @@ class HostEngine:
                 np.copyto(outputs.views[k][i], outputs.views[like][i])
 
 
+def padding_of_leaf(
+    leaf: LeafPlan, mesh: Mesh, devices: Sequence[jax.Device]
+) -> list[Slices | None]:
+    """For each device, which part of its shard is padding."""
+    sharding = NamedSharding(mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
+    return padding_of(sharding, leaf.padded_shape, leaf.shape, devices)
+
+
 def padding_of(
     sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
 ) -> list[Slices | None]:  # fmt: skip
-    """For each device, which part of its shard is padding."""
+    """The same of an array."""
     found: Any = sharding.addressable_devices_indices_map(tuple(padded))
     tails: list[Slices | None] = []
     for device in devices:
