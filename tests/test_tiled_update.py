@@ -9,9 +9,9 @@ import pytest
 from host_updates import call, compiler, on_host, problem  # noqa: F401
 from host_updates import random as random_like
 from jzero.offload.kernels import _tiles
+from jzero.offload.kernels._code_paths import TracedUpdate
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import BLOCK
-from jzero.offload.kernels._code_paths import TracedUpdate
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.kernels._tiles import GRAIN, Together
 from jzero.offload.memory._addresses import host_empty

@@ -38,7 +38,7 @@ from jzero.offload.schedule._ops import (
 from jzero.sharding.analysis._frames import split
 
 # A value, or the slice of it at one place along dim 0.
-HeldAs = Value | tuple[Value, int]
+HeldAs = Value | Wanted
 
 
 class Keys(NamedTuple):
@@ -74,43 +74,35 @@ class _Group(NamedTuple):
 
 
 class _OpAt(NamedTuple):
-    """What an operation moves, or takes of what is on the host, in one iteration.
-
-    Attributes:
-      op: it.
-      keys: how values are known; one of the iteration after the last is left out.
-      wanted: the same, as files know them.
-      place: of slices, along dim 0.
-      dead: what nobody needs on the host after it.
-    """
+    """What an operation moves, or takes of what is on the host, in one iteration."""
 
     op: Any
-    keys: tuple[HeldAs, ...]
-    wanted: tuple[Wanted, ...]
-    place: int | None
-    dead: tuple[HeldAs, ...]
+    keys: tuple[HeldAs, ...]  # One of the iteration after the last is left out.
+    place: int | None  # of slices, along dim 0
+    dead: tuple[HeldAs, ...]  # what nobody needs on the host after it
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """What it moves, as files know it."""
+        return [key if isinstance(key, Wanted) else Wanted(key, None) for key in self.keys]
+
+    @property
+    def stacks(self) -> list[Value]:
+        """Of what it moves slices of."""
+        return [*map(value_of, self.keys)]
 
 
 class _VisitAt(NamedTuple):
-    """A group in one iteration.
-
-    Attributes:
-      fetches, after: of the group.
-      run: of it.
-      rides: what its program fetches and sends itself.
-      takes, gives: of the program.
-      place: of the iteration's slices, along dim 0; None outside of loops, and before the first iteration.
-      dead: what nobody needs on the devices after it.
-    """
+    """A group in one iteration."""
 
     fetches: tuple[_OpAt, ...]
     run: Run | None
-    rides: tuple[_OpAt, ...]
+    rides: tuple[_OpAt, ...]  # what its program fetches and sends itself
     takes: tuple[HeldAs, ...]
     gives: tuple[HeldAs | None, ...]
-    place: int | None
+    place: int | None  # of the iteration's slices, if there are any
     after: tuple[_OpAt, ...]
-    dead: tuple[HeldAs, ...]
+    dead: tuple[HeldAs, ...]  # what nobody needs on the devices after it
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +117,7 @@ class _VisitAt(NamedTuple):
     @property
     def wanted(self) -> list[Wanted]:
         """What is read of files for it, ahead of it."""
-        ahead = [x for x in self.fetches if x.op.store == NVME and x.op.ahead]
+        ahead = (x for x in self.fetches if x.op.store == NVME and x.op.ahead)
         return [each for x in ahead for each in x.wanted]
 
 
@@ -166,25 +158,22 @@ class Executable:
         ops = [*with_riders([*group.fetches, *([run] if run else []), *group.after])]
         rides = run.rides if run else ()
         return _VisitAt(
-            tuple(self._moved(op, op.refs, names) for op in group.fetches),
+            tuple(self._moved(op, names) for op in group.fetches),
             run,
-            tuple(self._moved(op, op.refs, names) for op in rides),
+            tuple(self._moved(op, names) for op in rides),
             names.known(run.takes if run else ()),
             tuple([names.key(ref) for ref in run.gives] if run else []),
-            names.place_of_iteration,
-            tuple(
-                self._moved(op, op.refs if isinstance(op, Send) else op.takes, names)
-                for op in group.after
-            ),
+            names.place(),
+            tuple(self._moved(op, names) for op in group.after),
             names.known([ref for op in ops for ref in self.dead(op).here]),
         )
 
-    def _moved(self, op: Any, refs: Sequence[Ref], names: _Names) -> _OpAt:
-        known = [ref for ref in refs if names.key(ref) is not None]
-        wanted = tuple(Wanted(value_of(ref), names.place(ref)) for ref in known)
-        at = names.place_of_iteration if isinstance(op, Update) else None
-        place = names.place(known[0]) if known and not isinstance(op, Update) else at
-        return _OpAt(op, names.known(refs), wanted, place, names.known(self.dead(op).there))
+    def _moved(self, op: Fetch | Send | Update, names: _Names) -> _OpAt:
+        keys = names.known(op.takes if isinstance(op, Update) else op.refs)
+        place = keys[0].at if keys and isinstance(keys[0], Wanted) else None
+        if isinstance(op, Update):
+            place = names.place()
+        return _OpAt(op, keys, place, names.known(self.dead(op).there))
 
 
 class _Names(NamedTuple):
@@ -193,29 +182,20 @@ class _Names(NamedTuple):
     loop: Loop | None
     number: int | None
 
-    def place(self, ref: Ref) -> int | None:
-        """The place of a slice along dim 0; None of a whole value, and of iterations that are not there."""
-        if not isinstance(ref, Slice):
+    def place(self, ahead: int = 0) -> int | None:
+        """Of slices of the iteration so many after this one; None if there is no such iteration."""
+        if self.loop is None or self.number is None:
             return None
-        assert self.loop is not None, "a slice is known in an iteration only"
-        assert self.number is not None
-        return self._at(self.number + ref.ahead)
-
-    @property
-    def place_of_iteration(self) -> int | None:
-        """That of this iteration's slices."""
-        return None if self.loop is None or self.number is None else self._at(self.number)
-
-    def _at(self, number: int) -> int | None:
-        order = self.loop.order if self.loop else range(0)
+        number, order = self.number + ahead, self.loop.order
         return order[number] if 0 <= number < len(order) else None
 
     def key(self, ref: Ref) -> HeldAs | None:
         """None for a slice of an iteration that is not there."""
         if not isinstance(ref, Slice):
             return ref
-        place = self.place(ref)
-        return None if place is None else (ref.of, place)
+        assert self.loop is not None, "a slice is known in an iteration only"
+        place = self.place(ref.ahead)
+        return None if place is None else Wanted(ref.of, place)
 
     def known(self, refs: Sequence[Ref]) -> tuple[HeldAs, ...]:
         """All that there are."""
@@ -343,7 +323,7 @@ class Execution:
     def _by_program(self, by: Any, moved: _OpAt) -> dict[HeldAs, Any]:
         if not moved.keys:
             return {}
-        stacks = [self.there[x.value] for x in moved.wanted]
+        stacks = [self.there[x] for x in moved.stacks]
         return dict(zip(moved.keys, by(stacks, moved.place), strict=True))
 
     def _update(self, visit: _VisitAt, arrays: dict[HeldAs, Any]) -> list[Any]:
@@ -377,12 +357,12 @@ class Execution:
             if isinstance(moved.op, Fetch):
                 here.update(zip(moved.keys, new, strict=True))
             else:
-                self.there.update(zip([x.value for x in moved.wanted], new, strict=True))
+                self.there.update(zip(moved.stacks, new, strict=True))
         return done
 
     def _taken(self, moved: _OpAt) -> list[Any]:
         """What a program takes for what rides in it."""
-        stacks = [self.there[x.value] for x in moved.wanted if x.value in self.there]
+        stacks = [self.there[x] for x in moved.stacks if x in self.there]
         if isinstance(moved.op, Fetch):
             return [stacks]
         return [[self.here[key] for key in moved.keys], stacks]
@@ -391,7 +371,7 @@ class Execution:
         op: Send = moved.op
         arrays = [self.here[key] for key in moved.keys]
         if op.by is not None:
-            stacks = [x.value for x in moved.wanted]
+            stacks = moved.stacks
             olds = [self.there[x] for x in stacks] if stacks[0] in self.there else None
             new, done = op.by(olds, arrays, moved.place)  # type: ignore[arg-type]
             self.there.update(zip(stacks, new, strict=True))

@@ -78,9 +78,14 @@ class Wanted(NamedTuple):
     at: int | None
 
 
-def value_of(ref: Ref) -> Value:
+def value_of(ref: Ref | Wanted) -> Value:
     """The value of which it is all, or a slice."""
-    return ref.of if isinstance(ref, Slice) else ref
+    match ref:
+        case Slice(of):
+            return of
+        case Wanted(value):
+            return value
+    return ref
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
