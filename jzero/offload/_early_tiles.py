@@ -170,9 +170,6 @@ class TileRun:
         """Waits for the thread; the tiles that it has written, and nobody needs to write again.
 
         `reads` has all that the host reads besides its leaves; numbers are there.
-
-        Raises:
-          StateError: the disk fails.
         """
         early, written = self._early, list[TileAt]()
         last = early.history

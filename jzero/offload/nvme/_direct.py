@@ -28,6 +28,8 @@ _open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
 class DirectFile:
     """An open file, locked for this process; transfers are of whole pages, from memory of `memory_alignment`.
 
+    A transfer that fails, or finds the file cut, raises a `StateError` that says of what it was.
+
     Attributes:
       path: where it is.
       direct: whether transfers go past the page cache.
@@ -134,11 +136,7 @@ class DirectFile:
             )) from error  # fmt: skip
 
     def read(self, buffer: np.ndarray, offset: int, what: str) -> None:
-        """Fills a buffer, from `offset` of the file on.
-
-        Raises:
-          StateError: it cannot be read, or the file ends before; `what` is said of it.
-        """
+        """Fills a buffer, from `offset` of the file on."""
         view, done, refused = buffer.data, 0, 0
         while done < len(view):
             part = view[done : done + BLOCK]
@@ -151,11 +149,7 @@ class DirectFile:
             done, refused = self._go_on(done, moved, refused, len(view), "reading", what, offset)
 
     def write(self, buffer: np.ndarray, offset: int, what: str) -> None:
-        """Writes a buffer to `offset` of the file.
-
-        Raises:
-          StateError: it cannot be written; `what` is said of it.
-        """
+        """Writes a buffer to `offset` of the file."""
         view, done, refused = buffer.data, 0, 0
         while done < len(view):
             try:

@@ -29,6 +29,8 @@ _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
 class TileFile:
     """An open file of tiles; see [Note: slots] in `_header.py`.
 
+    What reads raises a `StateError` if the disk fails, or has not what was written; what writes, if it fails.
+
     Attributes:
       layout: what lies where in its tiles.
       frozen: whether its tiles are those of every step.
@@ -156,11 +158,7 @@ class TileFile:
     # ------------------------------------------------------------------------------------- steps
 
     def load(self, step: Write) -> None:
-        """Reads the checksums of a complete step.
-
-        Raises:
-          StateError: they are damaged.
-        """
+        """Reads the checksums of a complete step."""
         slot = self.steps[step]
         table, what = self._tables[slot], f"checksums of step {step.step}"
         self.file.read(table, self._places.table[slot], f"the {what}")
@@ -203,11 +201,7 @@ class TileFile:
         return self.frozen and bool(self.steps)
 
     def read(self, slot: int, tile: int, buffer: np.ndarray) -> None:
-        """Reads a tile into a buffer, whose rest is left as it is.
-
-        Raises:
-          StateError: it cannot be read, or is not what was written.
-        """
+        """Reads a tile into a buffer, whose rest is left as it is."""
         at = self._places.tiles[slot][tile]
         self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
         first = self.layout.first_checksums[tile]
@@ -215,11 +209,7 @@ class TileFile:
             self._check(slot, number, f"a damaged tile {tile}", at + start, buffer[start:stop])
 
     def read_lone(self, slot: int, tile: int, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, into a buffer.
-
-        Raises:
-          StateError: they cannot be read, or are not what was written.
-        """
+        """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
         extent = self.layout.tiles[tile][i]
         start, stop = extent.pages
         at, part = self._places.tiles[slot][tile] + start, buffer[: stop - start]
@@ -238,22 +228,14 @@ class TileFile:
                 "What is on the disk is not what was written.", _RESTORE))  # fmt: skip
 
     def write(self, tile: int, buffer: np.ndarray) -> None:
-        """Writes a tile to the slot that is being written.
-
-        Raises:
-          StateError: it cannot be written.
-        """
+        """Writes a tile to the slot that is being written."""
         self._note(tile, buffer)
         tile_buffer = buffer[: self._tile_bytes[tile]]
         self.file.write(tile_buffer, self._places.tiles[self.target][tile], f"tile {tile}")
         self._written[tile] = True
 
     def write_part(self, tile: int, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes some bytes of a tile, of which no checksum is noted, by way of a buffer.
-
-        Raises:
-          StateError: they cannot be written.
-        """
+        """Writes some bytes of a tile, of which no checksum is noted, by way of a buffer."""
         start, end = offset // PAGE * PAGE, offset + len(values)
         stop, what = whole_pages(end), f"tile {tile}"
         at, part = self._places.tiles[self.target][tile] + start, buffer[: stop - start]
@@ -265,11 +247,7 @@ class TileFile:
         self.file.write(part, at, what)
 
     def note_checksums(self, tile: int, buffer: np.ndarray) -> None:
-        """Reads a tile that was written part by part into a buffer, and notes its checksums.
-
-        Raises:
-          StateError: it cannot be read.
-        """
+        """Reads a tile that was written part by part into a buffer, and notes its checksums."""
         at = self._places.tiles[self.target][tile]
         self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
         self._note(tile, buffer)
@@ -350,11 +328,7 @@ def headers(who: str, file: DirectFile) -> list[Header]:
 
 
 def header_pages(file: DirectFile) -> list[np.ndarray]:
-    """Both header pages of a file, as they are.
-
-    Raises:
-      StateError: it is too short for them, or cannot be read.
-    """
+    """Both header pages of a file, as they are."""
     if file.size < 2 * PAGE:
         raise file.cut(f"its headers end at {2 * PAGE}")
     found = [pages(PAGE) for _ in range(2)]

@@ -49,7 +49,8 @@ class TileFiles:
         files.commit(step)                  # or files.abort(), after any error
 
     What reads and writes tiles, parts of them and gradients may be called by any thread, as `note_checksums`
-    may, and the rest by one at a time.
+    may, and the rest by one at a time. All of it raises a `StateError` if the disk fails or has not what was
+    written, and if the files are lost.
 
     Attributes:
       layouts: of each file, what lies where in its tiles.
@@ -192,11 +193,7 @@ class TileFiles:
     # --------------------------------------------------------------------------------------- steps
 
     def select(self, step: Write | None = None) -> None:
-        """Reads another step from here on; None is the newest that all files have. Before the first `begin`.
-
-        Raises:
-          StateError: there is none, or its checksums are damaged.
-        """
+        """Before the first `begin`: reads another step from here on; None is the newest that all have."""
         steps = self.steps
         if not steps or (step is not None and step not in steps):
             each = [f"{file.path} has {_listed(sorted(file.steps))}" for file in self._files]
@@ -212,11 +209,7 @@ class TileFiles:
         self.committed, self._slots = chosen, [file.steps[chosen] for file in self._files]
 
     def begin(self, step: int) -> None:
-        """Marks the other slot of each file, or the only one, as being written; waits for pins on it.
-
-        Raises:
-          StateError: the disk fails, or the files are lost.
-        """
+        """Marks the other slot of each file, or the only one, as being written; waits for pins on it."""
         self._check()
         assert self._writing is None, "begin, without commit or abort of the step before"
         self._wait_for_pins(lambda pin: self._in_place or pin.step != self.step)
@@ -228,9 +221,6 @@ class TileFiles:
         """Lets gradients be written, where the next step will be, or behind the only slot; waits for pins.
 
         Again, forgets those that were written: nothing else needs to be done if a step fails meanwhile.
-
-        Raises:
-          StateError: the disk fails, or the files are lost.
         """
         self._check()
         assert self._writing is None, "begin_gradients, without commit or abort of the step before"
@@ -279,49 +269,29 @@ class TileFiles:
     # --------------------------------------------------------------------------------------- tiles
 
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile of the committed step into a buffer.
-
-        Raises:
-          StateError: it cannot be read, is not what was written, or the files are lost.
-        """
+        """Reads a tile of the committed step into a buffer."""
         self._check()
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read(self._slots[at.file], at.tile, buffer)
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, of the committed step, into a buffer.
-
-        Raises:
-          StateError: as of `read`.
-        """
+        """Reads the pages of a tile's extent `i`, which is lone, of the committed step, into a buffer."""
         self._check()
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read_lone(self._slots[at.file], at.tile, i, buffer)
 
     def write(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Writes a tile of the step that was begun.
-
-        Raises:
-          StateError: it cannot be written.
-        """
+        """Writes a tile of the step that was begun."""
         assert self._writing is not None, "write, before begin"
         assert not self._files[at.file].is_filled, "write, of a file that is frozen"
         self._files[at.file].write(at.tile, buffer)
 
     def write_gradients(self, at: TileAt, i: int, pages: np.ndarray) -> None:
-        """Writes the pages of extent `i` of a tile's gradients, since `begin_gradients`.
-
-        Raises:
-          StateError: they cannot be written.
-        """
+        """Writes the pages of extent `i` of a tile's gradients, since `begin_gradients`."""
         self._files[at.file].gradients.write(at.tile, i, pages)
 
     def read_with_gradients(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile of the committed step into a buffer, and behind it the gradients that wait for it.
-
-        Raises:
-          StateError: as of `read`.
-        """
+        """Reads a tile of the committed step into a buffer, and behind it the gradients that wait for it."""
         self.read(at, buffer)
         file = self._files[at.file]
         file.gradients.read(at.tile, buffer[file.layout.nbytes[at.tile] :])
@@ -330,19 +300,12 @@ class TileFiles:
         """Writes some bytes of a tile of the step that was begun, from `offset` of the tile on.
 
         When all parts of it are written, `note_checksums` completes it.
-
-        Raises:
-          StateError: they cannot be written.
         """
         assert self._writing is not None, "write, before begin"
         self._files[at.file].write_part(at.tile, offset, values, buffer)
 
     def note_checksums(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile that was written part by part since `begin`, and notes its checksums.
-
-        Raises:
-          StateError: it cannot be read.
-        """
+        """Reads a tile that was written part by part since `begin`, and notes its checksums."""
         self._files[at.file].note_checksums(at.tile, buffer)
 
     def pin(self) -> Pin:
@@ -386,21 +349,13 @@ class Pin:
         self.step, self._slots, self._pins = step, slots, pins
 
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile of the step into a buffer.
-
-        Raises:
-          StateError: it cannot be read, or is not what was written.
-        """
+        """Reads a tile of the step into a buffer."""
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read(slot, at.tile, buffer)
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, of the step, into a buffer.
-
-        Raises:
-          StateError: as of `read`.
-        """
+        """Reads the pages of a tile's extent `i`, which is lone, of the step, into a buffer."""
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read_lone(slot, at.tile, i, buffer)

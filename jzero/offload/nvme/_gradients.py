@@ -24,6 +24,8 @@ from jzero.offload.nvme._layout import TileLayout
 class WaitingGradients:
     """Those of one file, extent by extent in any order; each extent has pages and a checksum of its own.
 
+    Raises a `StateError` if the disk fails, or has not what was written.
+
     Attributes:
       layout: what lies where behind the start of each tile's gradients; none in a file without gradients.
     """
@@ -44,11 +46,7 @@ class WaitingGradients:
         self._there[:] = False
 
     def write(self, tile: int, i: int, pages: np.ndarray) -> None:
-        """Writes the pages of a tile's extent `i`; by any thread.
-
-        Raises:
-          StateError: they cannot be written.
-        """
+        """Writes the pages of a tile's extent `i`; by any thread."""
         extent = self.layout.tiles[tile][i]
         start, stop = extent.pages
         assert len(pages) == stop - start
@@ -58,11 +56,7 @@ class WaitingGradients:
         self._there[number] = True
 
     def read(self, tile: int, buffer: np.ndarray) -> None:
-        """Reads all of a tile's gradients into a buffer, of which they are the first `nbytes(tile)`.
-
-        Raises:
-          StateError: they cannot be read, or are not what was written.
-        """
+        """Reads all of a tile's gradients into a buffer, of which they are the first `nbytes(tile)`."""
         if not (size := self.nbytes(tile)):
             return
         self._file.read(buffer[:size], self._starts[tile], f"gradients of tile {tile}")
