@@ -458,7 +458,7 @@ class HostStep:
         with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
             jax.block_until_ready([*reads.values(), *olds])
 
-    def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
+    def prepare(self, state: Sequence[Any], reads: Mapping[Var, jax.Array]) -> None:
         """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
         if self._late is not None:
             engine = self._engine_of(state)

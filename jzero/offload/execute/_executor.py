@@ -397,6 +397,6 @@ class Execution:
                 write(moved.wanted, [from_here.pop(key) for key in moved.keys])
 
 
-def _drop(values: dict[HeldAs, Any], keys: Sequence[HeldAs]) -> None:
+def _drop(values: dict[HeldAs, Any], keys: Sequence[Any]) -> None:
     for key in keys:
         values.pop(key, None)

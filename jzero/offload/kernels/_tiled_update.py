@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class TiledUpdate(HostUpdate):
     def __init__(
         self, update: UpdateFn | TracedUpdate, state: HostMemory = (), inputs: HostMemory = (), *,
         tile_bytes: int,
-        resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
+        resident: Collection[int] = (), lone: Mapping[int, int] | None = None,
         gradients: Mapping[int, int] | None = None, arriving: Mapping[int, int] | None = None,
         names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
     ):  # fmt: skip
