@@ -37,11 +37,13 @@ class EarlyTiles:
     Attributes:
       engine: updates them.
       takes: of each early update, what it takes of what arrives.
-      residents: by the engine's index, which leaves are in pinned memory.
+      residents: leaves in pinned memory, by index; the engine's index of each.
       variables: of all leaves.
       inputs: of what the hosts read, by which index the engine knows it.
+      buckets: of each tile that may be updated early, those that it is of.
       history: what numbers of assumptions were in the last steps.
       assumptions: of all buckets; None among them if one assumes nothing.
+      keeps_old: whether an update may have to be undone.
       arrivals: what arrives by itself, in the order of the first step.
     """
 
@@ -49,18 +51,19 @@ class EarlyTiles:
         self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]],
         residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
     ):  # fmt: skip
-        self.engine, self.takes = engine, takes
-        self.residents, self.variables, self._old_bytes = residents, variables, old_bytes
+        self.engine, self.takes, self.variables = engine, takes, variables
+        self.residents = {i: k for k, i in residents.items()}
+        self._old_bytes = old_bytes  # of one device's old values of these, at most
         self.inputs = {var: i for i, var in enumerate(host.reads)}
-        self.arrivals: list[Part] = []
         bucket_of = {i: bucket for bucket in takes for i in bucket.leaves}
-        self._buckets: dict[int, set[EarlyBucket]] = {}
+        self.buckets: dict[int, set[EarlyBucket]] = {}
         for tile in range(engine.update.layout.num_tiles):
             leaves = [host.leaves[k] for k in engine.update.leaves(tile)]
             if all(i in bucket_of for i in leaves):
-                self._buckets[tile] = {bucket_of[i] for i in leaves}
-        self.assumptions = {bucket.assumption for bucket in takes}
-        self.history = History()
+                self.buckets[tile] = {bucket_of[i] for i in leaves}
+        self.history, self.assumptions = History(), {bucket.assumption for bucket in takes}
+        self.keeps_old = any(self.assumptions)
+        self.arrivals: list[Part] = []
 
     def order(self) -> list[TileAt]:
         """The tiles that may begin in this step, in the order in which what they need arrives."""
@@ -70,7 +73,7 @@ class EarlyTiles:
         update = self.engine.update
         found = {
             tile: max((place[part] for part in update.needs(tile)), default=0)
-            for tile, buckets in self._buckets.items()
+            for tile, buckets in self.buckets.items()
             if all(self.history.allows(bucket.assumption) for bucket in buckets)
         }
         room, number = self._old_bytes, dict[int, int]()
@@ -81,15 +84,6 @@ class EarlyTiles:
             number[tile] = len(number)
         mine = [at for at in self.engine.tiles if at.tile in number]
         return sorted(mine, key=lambda at: (number[at.tile], at.file))
-
-    @property
-    def keeps_old(self) -> bool:
-        """Whether an update may have to be undone."""
-        return any(self.assumptions)
-
-    def buckets(self, order: Sequence[TileAt]) -> set[EarlyBucket]:
-        """Those that tiles are of."""
-        return {bucket for at in order for bucket in self._buckets[at.tile]}
 
 
 class _StoppedError(Exception):
@@ -102,7 +96,7 @@ class TileRun:
     Attributes:
       step: the number under which tiles are written; None while none is.
       arrived: the arrays of each shard, of what has arrived.
-      taken: leaves of the new state in pinned memory that have been taken, by index: from then on the old
+      made: leaves of the new state in pinned memory that have been taken, by index: from then on the old
         state is lost, by name, should the step fail.
     """
 
@@ -111,11 +105,11 @@ class TileRun:
     ):
         self._early, self._store, self._state, self._plans = early, store, state, plans
         self._order = early.order()
-        self._buckets = early.buckets(self._order)
+        self._buckets = {bucket for at in self._order for bucket in early.buckets[at.tile]}
         self._memory: dict[int, list[np.ndarray]] = {}  # Of residents, by the engine's index.
         # What is overwritten there, and a copy.
         self._old: list[tuple[np.ndarray, np.ndarray]] = []
-        self.taken: dict[int, jax.Array] = {}
+        self.made: dict[int, jax.Array] = {}
         self._known: dict[Var, jax.Array] = {}
         self._claim: Claim | None = None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -147,15 +141,15 @@ class TileRun:
         return taken
 
     def _take(self, bucket: EarlyBucket) -> dict[Var, jax.Array]:
-        engine = self._early.engine
-        places = {i: k for k, i in self._early.residents.items()}
-        mine = [i for i in bucket.leaves if i in places and i not in self.taken]
+        early, engine = self._early, self._early.engine
+        mine = [i for i in bucket.leaves if i in early.residents and i not in self.made]
         taken = renewed(self._state, mine, self._plans)
-        self.taken |= taken
+        self.made |= taken
         for i, x in taken.items():
-            self._memory[places[i]] = shards = LeafMemory.of(x, engine.devices).buffers
-            engine.update.place(places[i], shards)
-        return {self._early.variables[i]: x for i, x in taken.items()}
+            place, shards = early.residents[i], LeafMemory.of(x, engine.devices).buffers
+            self._memory[place] = shards
+            engine.update.place(place, shards)
+        return {early.variables[i]: x for i, x in taken.items()}
 
     def _start(self) -> None:
         inputs, engine = self._early.inputs, self._early.engine

@@ -284,7 +284,7 @@ class NVMeStep(HostStep):
         """The new leaves in pinned memory; what the update makes for the devices joins `made`."""
         engine, run = self._engine_of(state), self._run
         done = run.finish(reads) if run else ()
-        taken: dict[int, Any] = run.taken if run else {}
+        taken: dict[int, Any] = run.made if run else {}
         self.prepare(with_new(state, taken), reads)
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
         left = [i for i in self._streamed if i not in taken and i not in self._hosted]
