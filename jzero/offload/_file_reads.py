@@ -41,7 +41,7 @@ class FileSource:
 
     Attributes:
       leaf: its plan.
-      sharding: where it lies in pinned memory on its way.
+      sharding: where it is stored in pinned memory.
       slice_sharding: the same of a slice along dim 0.
     """
 
@@ -54,7 +54,7 @@ class FileSource:
         return self.leaf.padded_shape[0 if at is None else 1 :]
 
     def place(self, at: int | None) -> NamedSharding:
-        """Where it, or a slice, lies in pinned memory."""
+        """Where it, or a slice, is stored in pinned memory."""
         return self.sharding if at is None else self.slice_sharding
 
     def nbytes(self, at: int | None) -> int:

@@ -23,7 +23,7 @@ class FileSpec(NamedTuple):
     """What a file is to have.
 
     Attributes:
-      layout: what lies where in its tiles.
+      layout: what is where in its tiles.
       identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
         with another one is refused.
       frozen: whether its tiles are written once, and are those of every step.

@@ -32,7 +32,7 @@ class TileFile:
     What reads raises a `StateError` if the disk fails, or has not what was written; what writes, if it fails.
 
     Attributes:
-      layout: what lies where in its tiles.
+      layout: what is where in its tiles.
       frozen: whether its tiles are those of every step.
       target: the slot that is being written.
       size: bytes of the file.

@@ -53,7 +53,7 @@ class TileFiles:
     written, and if the files are lost.
 
     Attributes:
-      layouts: of each file, what lies where in its tiles.
+      layouts: of each file, what is where in its tiles.
       committed: the commit that is read; None if there is none yet.
     """
 

@@ -27,7 +27,7 @@ class WaitingGradients:
     Raises a `StateError` if the disk fails, or has not what was written.
 
     Attributes:
-      layout: what lies where behind the start of each tile's gradients; none in a file without gradients.
+      layout: what is where behind the start of each tile's gradients; none in a file without gradients.
     """
 
     def __init__(self, who: str, file: DirectFile, layout: TileLayout) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies where in the tiles of a file: parts of leaves, one after the other."""
+"""What is where in the tiles of a file: parts of leaves, one after the other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Extent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileLayout:
-    """The tiles of one file, in the order in which they lie on the disk.
+    """The tiles of one file, as they are stored on the disk.
 
     A tile has all leaves of one range of elements, so that an update of that range is one read and one write.
 

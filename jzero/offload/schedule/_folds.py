@@ -79,22 +79,26 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
         part = UPDATE if updates else _pass_of(op, around)
         match op:
             case Fetch(refs, store):
-                ways = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
-                found += _transfers(refs, ways, around, part)
+                directions = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
+                found += _transfers(refs, directions, around, part)
             case Send(refs, store):
-                ways = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
-                found += _transfers(refs, ways, around, part)
+                directions = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
+                found += _transfers(refs, directions, around, part)
                 in_files |= {*map(value_of, refs)} if store == NVME else set()
             case Update(store, leaves, takes):
                 moved = [*map(value_of, leaves)] if store == NVME else []
-                found += (_transfer(way, x, part) for way in (FROM_DISK, TO_DISK) for x in moved)
+                found += (
+                    _transfer(direction, x, part)
+                    for direction in (FROM_DISK, TO_DISK)
+                    for x in moved
+                )
                 waited = [value_of(ref) for ref in takes if value_of(ref) in in_files]
                 found += (_transfer(FROM_DISK, x, part) for x in waited)
                 updates = updates or not around
             case Wait():
                 waits.append(op)
-    for way, part in ((TO_HOST, FORWARD), (TO_DEVICE, BACKWARD)):
-        found += (_transfer(way, x.value, part, times=x.times) for x in waits)
+    for direction, part in ((TO_HOST, FORWARD), (TO_DEVICE, BACKWARD)):
+        found += (_transfer(direction, x.value, part, times=x.times) for x in waits)
     return tuple(found)
 
 
@@ -117,20 +121,20 @@ def _pass_of(op: Op, around: Sequence[Loop]) -> str:
 
 
 def _transfers(
-    refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop], part: str
+    refs: Sequence[Ref], directions: Sequence[str], around: Sequence[Loop], part: str
 ) -> Iterator[Transfer]:
     """Those of some values: of a slice of each iteration, all of the stack."""
     for ref in refs:
         loop = _iterations(around[:-1] if isinstance(ref, Slice) else around)
-        yield from (_transfer(way, value_of(ref), part, loop) for way in ways)
+        yield from (_transfer(direction, value_of(ref), part, loop) for direction in directions)
 
 
 def _transfer(
-    way: str, value: Value, part: str, loop: Iterations | None = None, times: int = 1
+    direction: str, value: Value, part: str, loop: Iterations | None = None, times: int = 1
 ) -> Transfer:
     times *= loop.num or 1 if loop else 1
     return Transfer(
-        way, value.what, value.dtype, times * value.elements, times * value.nbytes, loop, part
+        direction, value.what, value.dtype, times * value.elements, times * value.nbytes, loop, part
     )
 
 
@@ -161,7 +165,7 @@ class Held(NamedTuple):
 
 
 def held(schedule: Schedule) -> Iterator[Held]:
-    """All of it, the state at rest aside."""
+    """All of it, without the stored state."""
     for op, _ in flat(schedule.ops):
         match op:
             case Send(refs, store, copies=copies, waits=waits) if store == PINNED and copies:
@@ -176,7 +180,7 @@ def held(schedule: Schedule) -> Iterator[Held]:
 
 
 def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
-    """What it takes of the memory of each device's host while it runs, besides the state at rest."""
+    """What it takes of the memory of each device's host while it runs, besides the stored state."""
     waiting = under_way = 0
     for each in held(schedule):
         waiting += each.nbytes * (each.does == "waiting")

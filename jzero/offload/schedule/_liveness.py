@@ -67,10 +67,10 @@ NOTHING = Dead()
 def dead_after(
     ops: Sequence[Op], here: Collection[Value], there: Collection[Value]
 ) -> dict[int, Dead]:
-    """What dies with each operation, by its identity; those within loops included.
+    """What nobody reads after each operation, by its identity; those within loops included.
 
     A value is needed until the last operation that reads it, and again from one that makes it anew: of what
-    is fetched twice, the devices' first copy dies with its last reader. What is read of the devices (`here`)
+    is fetched twice, the first copy is dropped after its last reader. What is read of the devices (`here`)
     and of the stores (`there`) after the operations does not die.
     """
     found: dict[int, Dead] = {}
