@@ -92,7 +92,6 @@ class History(NamedTuple):
         return bool(self.last) and assumption.is_likely(self.last, self.before)
 
     def then(self, numbers: Numbers) -> History:
-        """With those of another run."""
         return History(numbers, self.last)
 
 

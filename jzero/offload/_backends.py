@@ -59,7 +59,6 @@ class InTier(Backend):
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
-        """Optimizer state in its tier, and parameters in theirs, in shards."""
         self.check(stage_axes)
         return _tiers.offloaded(self, leaves, frame, stage_axes)
 
@@ -75,7 +74,6 @@ class InTier(Backend):
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
-        """What `step` gives."""
         return self.step(PlannedStep(plan, analysis, mesh), shardings, shared)
 
     def step(
@@ -98,7 +96,6 @@ class InPinnedMemory(InTier):
 
     @property
     def visiting_bytes(self) -> int:
-        """See `PinnedHost`."""
         return self.state.device_bytes
 
 
@@ -109,12 +106,10 @@ class OnHostCPU(InTier):
 
     @property
     def share(self) -> Fraction | None:
-        """`ratio`; None for 'auto'."""
         return None if self.state.ratio == "auto" else Fraction(str(self.state.ratio))
 
     @property
     def waits(self) -> bool:
-        """See `HostCPU`."""
         return self.state.delayed_update
 
     @property
@@ -141,7 +136,6 @@ class OnHostCPU(InTier):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """Gradients on the devices, their update on the host."""
         threads = self.state.threads
         return HostStep(planned, shardings, threads, self.delay_after, shared, self.window)
 
@@ -159,14 +153,12 @@ class InFiles(InTier):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """Gradients on the devices, their update on the host, tile by tile."""
         return NVMeStep(planned, shardings, self.state, shared, self.window)
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> StoreSpec | None:  # fmt: skip
-        """The files of a state of this step."""
         return step.spec if isinstance(step, NVMeStep) else None
 
 

@@ -80,7 +80,6 @@ def host_update(threads: int | None) -> float:
 
 
 def device_update(device: jax.Device) -> float:
-    """Bytes of optimizer state that a device updates in a second."""
     here = SingleDeviceSharding(device)
     held = jax.device_put([jnp.zeros(_SIZE), jnp.zeros(_SIZE)], here)
     arrival = jax.device_put(jnp.zeros(_SIZE, jnp.bfloat16), here)

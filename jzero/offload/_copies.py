@@ -25,7 +25,6 @@ def options_of(program: str, mesh: Any) -> dict[str, Any]:
 def jitted(
     run: Callable[..., Any], name: str, mesh: Any, donate: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """The program with this name."""
     run.__name__ = name
     plain = jax.jit(run, donate_argnums=donate)
     if not (options := options_of(name, mesh)):

@@ -187,7 +187,6 @@ class _Early:
         return all(not v.aval.shape and self._arrivals[v] < first for v in others)
 
     def _others(self, subgraph: Subgraph) -> list[Var]:
-        """What a subgraph reads besides its leaves."""
         own = {self._frame.jaxpr.invars[i] for i in subgraph.leaves}
         return [v for v in subgraph.reads if v not in own]
 

@@ -54,7 +54,6 @@ class FileSource:
         return self.leaf.padded_shape[0 if at is None else 1 :]
 
     def place(self, at: int | None) -> NamedSharding:
-        """Where it, or a slice, is stored in pinned memory."""
         return self.sharding if at is None else self.slice_sharding
 
     def nbytes(self, at: int | None) -> int:

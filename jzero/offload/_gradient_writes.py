@@ -101,7 +101,6 @@ class GradientWrites:
 
 
 def _bytes(x: jax.Array) -> np.ndarray:
-    """The memory of an array on the host."""
     return view(x).reshape(-1).view(np.uint8)
 
 

@@ -108,7 +108,6 @@ class HostBucket:
         return found
 
     def out_shapes(self) -> list[tuple[int, ...]]:
-        """The true shapes of what it makes."""
         return [self._outvars[i].aval.shape for i in self.outs]
 
     def names(self) -> list[str]:
@@ -126,7 +125,6 @@ class HostBucket:
 
     @functools.cached_property
     def traced(self) -> TracedUpdate:
-        """`update` as equations."""
         return TracedUpdate(self.update, self.state_avals(), self.input_avals(), self.names())
 
     def identity(self) -> tuple[Any, ...] | None:
@@ -150,12 +148,10 @@ class HostBucket:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which shards differ."""
         return _leaves.axes_away(self._plan.leaves, self._plan.stage_axes.shard_axes)
 
 
 def _is_cut(leaves: Sequence[LeafPlan], subgraph: Subgraph) -> bool:
-    """Whether XLA shards leaves of a subgraph over further mesh axes."""
     return any(any(leaves[i].automatic) for i in subgraph.leaves)
 
 

@@ -197,7 +197,6 @@ class HostStep:
         return bucket.arriving({*self._known, *self._layered.literals})
 
     def _goes_to(self, var: Var) -> str:
-        """Where a gradient waits."""
         return PINNED
 
     @functools.cached_property
@@ -268,7 +267,6 @@ class HostStep:
 
     @functools.cached_property
     def _on_devices(self) -> list[SegmentFn]:
-        """The programs of buckets of what is stored on the devices."""
         return [
             bucket.jitted if self._consumes else jax.jit(bucket.run) for bucket in self.buckets[1:]
         ]
@@ -309,7 +307,6 @@ class HostStep:
         return found
 
     def _gives(self) -> tuple[Value, ...]:
-        """What they make for the devices."""
         host, num = self.host, len(self.leaves)
         whats = [self.leaves[i].role if i < num else "output" for i in host.outs]
         return tuple(map(Value.of, whats, map(shard_of, host.out_avals())))
@@ -410,7 +407,6 @@ class HostStep:
         return EarlyRun(self._early, state, num_steps, waits=not self._has_run)
 
     def _told_of(self, early: EarlyRun | TileRun | None) -> tuple[Arrivals, Knows | None]:
-        """How early updates come to know what is there."""
         layered = self._layered
         if early is None or layered is None:
             return NOBODY, None

@@ -170,7 +170,6 @@ class NVMeStep(HostStep):
 
     @functools.cached_property
     def spec(self) -> StoreSpec:
-        """The files of a state."""
         policy, mesh, update = self._policy, self.host.mesh, self.update
         # What is in the files of leaves that no step changes.
         slices = [self._fetched.get(i, 0) for i in self._frozen]
@@ -190,7 +189,6 @@ class NVMeStep(HostStep):
         return Schedule((*self._ops(self._moved), Commit(NVME)), self._buffers())
 
     def _goes_to(self, var: Var) -> str:
-        """Where a gradient waits."""
         return NVME if var in self._waiting else PINNED
 
     def code_paths(self) -> str:
@@ -305,7 +303,6 @@ class NVMeStep(HostStep):
         return hosted
 
     def _tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
-        """The early tiles of a step, if it has any."""
         if not self._early_plan.buckets:
             return None
         if self._tiles is None:
@@ -336,7 +333,6 @@ class NVMeStep(HostStep):
 
     @functools.cached_property
     def _gradient_names(self) -> dict[Value, str]:
-        """What gradients are called in the files."""
         assert self._layered is not None
         names, gradients = self.update.gradient_names, self._layered.gradients
         return {gradients[var]: names[i] for i, var in enumerate(self.host.reads) if i in names}

@@ -76,7 +76,6 @@ class DirectFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return os.fstat(self._fd).st_size
 
     def _open(self, flags: int) -> int:
@@ -136,7 +135,6 @@ class DirectFile:
             )) from error  # fmt: skip
 
     def read(self, buffer: np.ndarray, offset: int, what: str) -> None:
-        """Fills a buffer, from `offset` of the file on."""
         view, done, refused = buffer.data, 0, 0
         while done < len(view):
             part = view[done : done + BLOCK]
@@ -149,7 +147,6 @@ class DirectFile:
             done, refused = self._go_on(done, moved, refused, len(view), "reading", what, offset)
 
     def write(self, buffer: np.ndarray, offset: int, what: str) -> None:
-        """Writes a buffer to `offset` of the file."""
         view, done, refused = buffer.data, 0, 0
         while done < len(view):
             try:

@@ -71,7 +71,6 @@ class TileFile:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
         return self.file.path
 
     # ------------------------------------------------------------------------------- made and opened
@@ -158,7 +157,6 @@ class TileFile:
     # ------------------------------------------------------------------------------------- steps
 
     def load(self, step: Write) -> None:
-        """Reads the checksums of a complete step."""
         slot = self.steps[step]
         table, what = self._tables[slot], f"checksums of step {step.step}"
         self.file.read(table, self._places.table[slot], f"the {what}")
@@ -218,7 +216,6 @@ class TileFile:
         self._check(slot, number, f"damaged bytes of {extent.leaf} in tile {tile}", at, part)
 
     def _check(self, slot: int, number: int, what: str, at: int, part: np.ndarray) -> None:
-        """Compares what was read to a checksum."""
         found, expected = checksum(part), int(self._tables[slot].view(np.uint32)[number])
         if found != expected:
             # The step that reads it may have begun to write over the step before.
@@ -228,7 +225,6 @@ class TileFile:
                 "What is on the disk is not what was written.", _RESTORE))  # fmt: skip
 
     def write(self, tile: int, buffer: np.ndarray) -> None:
-        """Writes a tile to the slot that is being written."""
         self._note(tile, buffer)
         tile_buffer = buffer[: self._tile_bytes[tile]]
         self.file.write(tile_buffer, self._places.tiles[self.target][tile], f"tile {tile}")
@@ -328,7 +324,6 @@ def headers(who: str, file: DirectFile) -> list[Header]:
 
 
 def header_pages(file: DirectFile) -> list[np.ndarray]:
-    """Both header pages of a file, as they are."""
     if file.size < 2 * PAGE:
         raise file.cut(f"its headers end at {2 * PAGE}")
     found = [pages(PAGE) for _ in range(2)]

@@ -135,12 +135,10 @@ class TileFiles:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
         return self._files[0].path.parent
 
     @property
     def paths(self) -> list[Path]:
-        """Each file."""
         return [file.path for file in self._files]
 
     @property
@@ -166,7 +164,6 @@ class TileFiles:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self._files)
 
     @property
@@ -324,7 +321,6 @@ class TileFiles:
             file.file.close()
 
     def remove(self) -> None:
-        """Closes the files and removes them from the disk."""
         for file in self._files:
             file.path.unlink(missing_ok=True)
         self.close()
@@ -378,7 +374,6 @@ def _listed(steps: Sequence[Write]) -> str:
 
 
 def new_run() -> str:
-    """A random id."""
     return secrets.token_hex(16)
 
 

@@ -193,5 +193,4 @@ class Places(NamedTuple):
 
 
 def table_bytes(num_checksums: int) -> int:
-    """Bytes of a slot's table of checksums on the disk."""
     return whole_pages(4 * num_checksums)

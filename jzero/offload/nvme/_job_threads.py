@@ -35,11 +35,9 @@ class Asked:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of them are."""
         return len(self._done) >= self._num
 
     def one_is_done(self) -> None:
-        """Says so, in the thread that has done it."""
         self._done.append(None)
         self.news.put(None)
 
@@ -122,7 +120,6 @@ class _Jobs:
             self.waiting.put(None)
 
     def do(self, buffer: np.ndarray) -> None:
-        """What a thread does."""
         while (item := self.waiting.get()) is not None and not self.group.stopped:
             asked, job = item
             job(buffer)

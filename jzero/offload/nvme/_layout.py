@@ -78,7 +78,6 @@ class TileLayout:
 
     @property
     def num_tiles(self) -> int:
-        """How many tiles there are."""
         return len(self.tiles)
 
     @property
@@ -107,7 +106,6 @@ class TileLayout:
         return list(itertools.accumulate(map(len, self.checked), initial=0))
 
     def checksum_of(self, tile: int, i: int) -> int:
-        """The number of a lone extent's checksum."""
         return self.first_checksums[tile] + self.checked[tile].index(self.tiles[tile][i].pages)
 
     def views(self, tile: int, buffer: np.ndarray) -> list[np.ndarray]:
@@ -146,12 +144,10 @@ class TileLayout:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def whole_lines(nbytes: int) -> int:
-    """Rounded up to whole cache lines."""
     return -(-nbytes // LINE) * LINE
 
 

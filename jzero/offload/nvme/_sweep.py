@@ -176,14 +176,12 @@ class _Sweeping(Generic[At]):
         )
 
     def visited(self, visit: TileVisit[At]) -> None:
-        """Passes a visit on, when the caller is done with it."""
         if self._write is None:
             self._free.put(visit.buffer)
         else:
             self._dirty.put(visit)
 
     def check(self) -> None:
-        """Raises the first error of a thread."""
         if self.group.errors:
             raise self.group.errors[0]
 

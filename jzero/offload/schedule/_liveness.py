@@ -44,7 +44,6 @@ class Live:
     there: set[Name]
 
     def copy(self) -> Live:
-        """Another one."""
         return Live({*self.here}, {*self.there})
 
 

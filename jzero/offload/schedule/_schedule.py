@@ -102,7 +102,6 @@ def _each(op: Op) -> Iterator[Op]:
 
 
 def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) -> Iterator[Row]:
-    """The lines of operations of one kind."""
     moved = list[Ref]()
     for op in ops:
         match op:
