@@ -110,7 +110,7 @@ def check(files: TileFiles, step: int | None = None) -> None:
     assert len({*every}) == NUM_TILES * 2 + FROZEN.num_tiles
     with sweep(every, new_ring(), files.read) as visits:
         for visit in visits:
-            size = files.layouts[visit.at.file].nbytes(visit.at.tile)
+            size = files.layouts[visit.at.file].nbytes[visit.at.tile]
             words = visit.buffer[:size].view(np.int64)
             assert (words == value(step, visit.at)).all(), (step, visit.at, set(words.tolist()))
     page = pages(PAGE)

@@ -50,7 +50,7 @@ class GradientWrites:
             if not is_pinned(x):
                 self._from_devices(value, x)
                 continue
-            for file, part in enumerate(self._parts(x)):
+            for file, part in enumerate(map(_bytes, self._shards(x))):
                 first = (at or 0) * part.nbytes
                 for tile, i, extent in self._extents(file, value, first, part.nbytes):
                     start = extent.start - first
@@ -92,9 +92,6 @@ class GradientWrites:
     def _shards(self, x: jax.Array) -> list[jax.Array]:
         there = {shard.device: shard.data for shard in x.addressable_shards}
         return [there[device] for device in self._devices]
-
-    def _parts(self, x: jax.Array) -> list[np.ndarray]:
-        return [*map(_bytes, self._shards(x))]
 
     def _job(self, at: TileAt, i: int, values: np.ndarray) -> Job:
         return functools.partial(_write, self._store, at, i, values)
