@@ -146,6 +146,7 @@ class HostUpdate:
             i + num_state for i in range(len(self._inputs)) if i + num_state in read
         ]
         self._num_operands, self._num_made = len(operands), len(made)
+        self._num_slots = len(operands) + len(made) + len(self.outputs)
         self._chunks = [self._make_loops(chunk, slots) for chunk in chunks]
         self._done = [
             [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
@@ -277,10 +278,6 @@ class HostUpdate:
             loops = self._by(self._chunks, num_shards, self._num_slots)
             self._loops[num_shards] = loops
         return self._loops[num_shards]
-
-    @property
-    def _num_slots(self) -> int:
-        return self._num_operands + self._num_made + len(self.outputs)
 
     def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
         """Updates the state that was prepared, and writes the other outputs.

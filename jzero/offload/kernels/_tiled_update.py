@@ -57,6 +57,7 @@ class TiledUpdate(HostUpdate):
       layout: which part of which leaf of the state is where in a tile; by the leaves' names.
       tiles: what is updated at a time, the same for each shard; first those of `layout`.
       gradients: which part of which input is where behind the state of a tile.
+      done: by chunk, the outputs that are complete when all its tiles of all shards are.
       gradient_names: of these inputs, by index: what they are called there.
     """
 
@@ -110,6 +111,7 @@ class TiledUpdate(HostUpdate):
         self._tile_loops = [
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
         ]
+        self.done = [*self._done, []]
         self._to: Sequence[HostMemory] = ()
 
     @functools.cached_property
@@ -121,11 +123,6 @@ class TiledUpdate(HostUpdate):
             [self._names[i] for i in self._frozen],
             self._tile_bytes,
         )
-
-    @property
-    def done(self) -> list[list[int]]:
-        """By chunk, the outputs that are complete when all its tiles of all shards are."""
-        return [*self._done, []]
 
     def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
         """What can fail, before any state is there; as `HostUpdate.prepare`.
