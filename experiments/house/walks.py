@@ -6,6 +6,7 @@ measure.py runs it as a process of its own, which imports the jzero of a checkou
 import itertools
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -192,6 +193,15 @@ def hosted() -> dict[str, int]:
     return walk.numbers()
 
 
+def in_files() -> dict[str, int]:
+    """One warm call whose optimizer state is in files."""
+    with tempfile.TemporaryDirectory() as folder:
+        train_step, state, batch = sharded(memory=jzero.NVMe(f"{folder}/state"))
+        walk = Walk()
+        profiled(walk, lambda: train_step(state, batch))
+    return walk.numbers()
+
+
 def profiled(walk: Walk, run: Callable[[], Any]) -> None:
     sys.setprofile(walk)
     try:
@@ -202,5 +212,8 @@ def profiled(walk: Walk, run: Callable[[], Any]) -> None:
 
 if __name__ == "__main__":
     use_virtual_devices(8)
-    walks = {"a call's arguments": arguments, "one gradient": gradient, "a hosted step": hosted}
+    walks = {
+        "a call's arguments": arguments, "one gradient": gradient, "a hosted step": hosted,
+        "a step in files": in_files,
+    }  # fmt: skip
     print(json.dumps({name: walk() for name, walk in walks.items()}))

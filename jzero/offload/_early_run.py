@@ -16,7 +16,7 @@ import numpy as np
 from jzero._memory_kinds import PINNED
 from jzero.offload._assumptions import History, Numbers, numbers_of
 from jzero.offload._early_plan import EarlyBucket, EarlyPlan, as_function, avals_of
-from jzero.offload._host_engine import complete, padding_of_leaf
+from jzero.offload._host_engine import padding_of_leaf
 from jzero.offload.kernels._host_update import (
     HostUpdate,
     UnderWay,
@@ -206,7 +206,7 @@ class EarlyRun:
             self._start(arrived, numbers)
         self._end()
         for index, memory in self._memory.items():
-            complete(memory, updates.padding[index])
+            memory.complete(updates.padding[index])
         updates.history, updates.old = self._history.then(numbers), self._old
 
     def _end(self) -> None:

@@ -123,7 +123,7 @@ class HostEngine:
 
     def _complete(self, leaves: Mapping[int, LeafMemory]) -> None:
         for i, leaf in leaves.items():
-            complete(leaf, self._padding_of_leaves[i])
+            leaf.complete(self._padding_of_leaves[i])
 
     def _memory_of_outputs(self) -> list[list[np.ndarray]]:
         """Of each of `devices`."""
@@ -174,11 +174,3 @@ def padding_of(
                 index = (slice(None),) * dim + (slice(max(size - start, 0), None),)
         tails.append(index)
     return tails
-
-
-def complete(leaf: LeafMemory, padding: Sequence[Slices | None]) -> None:
-    """Zeros where the shards of a leaf are padded, and copies for replicas."""
-    for buffer, index in zip(leaf.buffers, padding, strict=True):
-        if index is not None:
-            buffer[index] = 0
-    leaf.copy_to_replicas()

@@ -373,7 +373,7 @@ class HostStep:
                 job.step.prepare(state, reads)
             made |= self._update_on_devices(values, stays)  # while the host works
             hosted = self._taken(state, now if delays else None, num_steps + 1)
-            if job:
+            if job and self._streamed:  # JAX copies what is not its own, as NumPy's memory.
                 job.step.place(hosted)
             if early:
                 early.finish(reads)

@@ -49,9 +49,11 @@ class LeafMemory(NamedTuple):
                 replicas[first[str(shard.index)]].append(view(shard.data))
         return cls(buffers, replicas)
 
-    def copy_to_replicas(self) -> None:
-        """Gives replicas what the first shard of each kind has."""
-        for buffer, others in zip(self.buffers, self.replicas, strict=True):
+    def complete(self, padding: Sequence[tuple[slice, ...] | None]) -> None:
+        """Zeros where its shards are padded, and copies for replicas."""
+        for buffer, others, index in zip(self.buffers, self.replicas, padding, strict=True):
+            if index is not None:
+                buffer[index] = 0
             for other in others:
                 np.copyto(other, buffer)
 
