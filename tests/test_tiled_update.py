@@ -69,7 +69,9 @@ def test_tiles_make_what_the_whole_update_makes(tile_bytes: int, threads: int):
     update, state, inputs = update_of_vectors()
     whole = HostUpdate(update, state, inputs)
     expected, outputs = [on_host(x) for x in state], whole.make_outputs()
-    engine = TiledUpdate(update, state, inputs, tile_bytes=tile_bytes, threads=threads, chunk_bytes=2**18)
+    engine = TiledUpdate(
+        update, state, inputs, tile_bytes=tile_bytes, threads=threads, chunk_bytes=2**18
+    )
     states = [state, [on_host(x) for x in state]]
     outs = [engine.make_outputs(), engine.make_outputs()]
     assert engine.layout.most_bytes <= max(tile_bytes, 4096)
@@ -234,7 +236,9 @@ def test_lone_parameters_are_updated_in_their_tiles(tile_bytes: int):
     update, state, grads = masters_of_stacks(STACKS)
     expected = [on_host(x) for x in state]
     call(HostUpdate(update, state, grads), expected, grads)
-    engine = TiledUpdate(update, state, grads, tile_bytes=tile_bytes, lone=SLICES, chunk_bytes=2**14)
+    engine = TiledUpdate(
+        update, state, grads, tile_bytes=tile_bytes, lone=SLICES, chunk_bytes=2**14
+    )
     by_tiles(engine, [state], [grads], [[]])
     for a, b in zip(expected, state, strict=True):
         np.testing.assert_array_equal(a, b)
