@@ -329,6 +329,42 @@ def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
     assert plain.describe(jnp.ones(8), jnp.ones((13, 16))).looped == ()
 
 
+def policy_epochs(state, batch, bounds, key):
+    """PPO: epochs of minibatches by permutation, with actions between two bounds."""
+    params, opt_state = state
+    obs, actions = batch
+
+    def minibatch(params, rows):
+        def loss_fn(params):
+            means = jnp.clip(jnp.tanh(rows[0] @ params["w"]), bounds[:1], bounds[1:])
+            return jnp.mean((means - rows[1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def epoch(params, key):
+        order = jax.random.permutation(key, len(obs))
+        rows = [x[order].reshape(4, -1, *x.shape[1:]) for x in (obs, actions)]
+        return jax.lax.scan(minibatch, params, rows)
+
+    params, losses = jax.lax.scan(epoch, params, jax.random.split(key, 2))
+    return (params, opt_state), losses.mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_only_loops_of_the_step_over_an_argument_are_listed(microbatches):
+    """Two bounds, two microbatches and two epochs: no loop runs over the bounds."""
+    state = {"w": jnp.ones((16, 8))}, ()
+    batch = jnp.ones((128, 16)), jnp.ones((128, 8))
+    bounds = jnp.stack([-jnp.ones(8), jnp.ones(8)])
+    train_step = jzero.shard_train_step(
+        policy_epochs, microbatches=microbatches, axes=jzero.Axes(min_shard_bytes=0)
+    )
+    report = train_step.describe(state, batch, bounds, jax.random.key(0))
+    assert report.looped == ()
+    assert "minibatches" not in str(report)
+
+
 def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
     """A loop's next iteration computes rows with what the moments made: they are as parameters."""
     epoch, state = epoch_of(optax.adam(1e-2))

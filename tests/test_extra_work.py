@@ -178,6 +178,41 @@ def test_what_every_device_computes_whole(step_fn, x, operation):
     assert all(f"of {m['value']} {m['operation']}" in words for m in moves)
 
 
+def accumulates(num, strided=False):
+    """A step with a loop of its own that adds up the gradients of `num` slices of the rows."""
+
+    def step(params, x):
+        if strided:
+            slices = x.reshape(-1, num, *x.shape[1:]).swapaxes(0, 1)
+        else:
+            slices = x.reshape(num, -1, *x.shape[1:])
+
+        def add(total, rows):
+            _, grads = jax.value_and_grad(
+                lambda p: jnp.mean((jnp.tanh(rows @ p["up"]) @ p["down"]) ** 2)
+            )(params)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), slices)
+        return jax.tree.map(lambda p, g: p - 0.1 * g / num, params, total)
+
+    return step
+
+
+def test_a_loop_over_consecutive_slices_is_told_of_strided_ones():
+    """Each consecutive slice is on few devices; all have rows of each slice that is one row in four."""
+    report, (warning,) = described(accumulates(4), rows(64), accumulate=2)
+    advice = "one row in 4: x.reshape(-1, 4, *x.shape[1:]).swapaxes(0, 1)"
+    assert advice in warning
+    assert advice in " ".join(str(report).split())
+    assert report.movements
+    report, caught = described(accumulates(4, strided=True), rows(64), accumulate=2)
+    assert (report.movements, report.extra_work, caught) == ((), (), [])
+    # A slice with fewer rows than there are devices has none of some of them.
+    report, _ = described(accumulates(16), rows(64), accumulate=4)
+    assert "swapaxes" not in str(report)
+
+
 @pytest.mark.slow
 def test_once_for_a_step_and_cause():
     with warnings.catch_warnings(record=True) as caught:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._factors import SCATTER_REDUCES, Factor
-from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Atom, Eqn
 
 # Dims of the batch; inside of a loop over rows, whose values are each of one row, minus its depth.
 RowDims = frozenset[int]
@@ -115,3 +115,54 @@ def _without(eqn: Eqn, ins: Sequence[RowDims]) -> Sequence[RowDims]:
 def _size(atom: object, dim: int) -> int | None:
     shape: Sequence[int] = getattr(getattr(atom, "aval", None), "shape", ())
     return shape[dim] if dim < len(shape) else None
+
+
+_Inputs = frozenset[int]
+
+
+def looped_inputs(program: Region) -> _Inputs:
+    """The inputs, by number, over whose dim 0 a loop of the program runs: each iteration takes one index."""
+    inputs = program.jaxpr.invars
+    start: dict[ValueIn, _Inputs] = {
+        (program, var): _Inputs([i]) for i, var in enumerate(inputs) if var.aval.shape
+    }
+    found = forward(program, start, _of_dim_0, frozenset.union, _Inputs(), _kept_whole)
+    looped = [
+        found.get((region, atom), _Inputs())
+        for region, eqn in program.walk()
+        for atom in _sliced_by_index(region, eqn)
+    ]
+    return _Inputs().union(*looped)
+
+
+def _of_dim_0(region: Region, eqn: Eqn, ins: Sequence[_Inputs]) -> Sequence[_Inputs]:
+    """The inputs whose dim 0 is that of a result, all of it."""
+    if not any(ins):
+        return [_Inputs()] * len(eqn.outvars)
+    if eqn.primitive.name == "optimization_barrier":
+        return ins
+    factors = [factor for factor in _rules.factors_of(eqn) if 0 in factor.ins]
+
+    def of_result(k: int) -> _Inputs:
+        return _Inputs().union(*(
+            own for factor in factors for atom, dim, own in zip(eqn.invars, factor.ins, ins, strict=True)
+            if dim == factor.outs[k] == 0 and _size(atom, 0) == _size(eqn.outvars[k], 0)
+        ))  # fmt: skip
+
+    return [of_result(k) for k in range(len(eqn.outvars))]
+
+
+def _kept_whole(eqn: Eqn, edge: Edge, inputs: _Inputs) -> _Inputs:
+    return _Inputs() if edge.shift or edge.kind is EdgeKind.PREDICATE else inputs
+
+
+def _sliced_by_index(region: Region, eqn: Eqn) -> Sequence[Atom]:
+    """What a loop slices, or an equation in a loop looks up by one index for each iteration."""
+    if eqn.primitive.name == "scan":
+        return _jaxpr.scan_stacks(eqn)
+    sizes = (
+        eqn.params.get("slice_sizes") if eqn.primitive.name in ("dynamic_slice", "gather") else None
+    )
+    if region.around is None or not sizes or sizes[0] != 1:
+        return []
+    return eqn.invars[:1] if trip_count(region.around[1]) == _size(eqn.invars[0], 0) else []

@@ -32,6 +32,7 @@ class Repeated(NamedTuple):
       flops: that one device would need for it.
       extra: flops of all devices together beyond that.
       loops: the lengths of the loops around it.
+      row_loops: the lengths of those that slice rows: an iteration has some of them.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Repeated(NamedTuple):
     flops: float
     extra: float
     loops: frozenset[int] = frozenset()
+    row_loops: frozenset[int] = frozenset()
 
 
 # Of these no arithmetic is counted: they move elements. What they move between devices is listed as such.
@@ -127,8 +129,13 @@ def repeated(
             region, eqn = lines[key]
             named = eqn.primitive.name, region.at_line(eqn).removeprefix(" at ")
             old = found.get(named, Repeated(*named, 0, 0))
+            around = [*_loops(region)]
             found[named] = old._replace(
-                flops=old.flops + on_rows, extra=old.extra + extra, loops=old.loops | _loops(region)
+                flops=old.flops + on_rows,
+                extra=old.extra + extra,
+                loops=old.loops | {trip_count(loop) or 0 for _, loop in around},
+                row_loops=old.row_loops
+                | {trip_count(loop) or 0 for outer, loop in around if has_rows.slices(outer, loop)},
             )
     return total, sorted(found.values(), key=lambda x: (-x.extra, x.where, x.operation))
 
@@ -144,13 +151,11 @@ def flops_by_pass(jaxpr: Jaxpr) -> dict[str, float]:
     return found
 
 
-def _loops(region: Region) -> frozenset[int]:
-    """The lengths of the loops around a region."""
-    lengths = set[int]()
+def _loops(region: Region) -> Iterator[tuple[Region, Eqn]]:
+    """The equations around a region, each with its own."""
     while region.around is not None:
-        region, eqn = region.around
-        lengths.add(trip_count(eqn) or 0)
-    return frozenset(lengths)
+        yield region.around
+        region, _ = region.around
 
 
 _Counted = tuple[Region, Eqn, float]
@@ -199,3 +204,8 @@ class _Rows:
             return bool(dims)
         # A loop over minibatches updates in each iteration.
         return max(dims, default=-1) >= 0 and eqn.outvars[0].aval.shape not in self._of_state
+
+    def slices(self, region: Region, eqn: Eqn) -> bool:
+        """Whether it is a loop whose iterations take slices along a batch dim."""
+        stacks = _jaxpr.scan_stacks(eqn) if eqn.primitive.name == "scan" else []
+        return any(0 in self._found.get((region, stack), NO_ROWS) for stack in stacks)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from jzero._numbers import Rates
 from jzero._quantities import readable_bytes
 from jzero.ir import _work
 from jzero.ir._loops import MICROBATCHES
+from jzero.ir._regions import Region
+from jzero.ir._rows import looped_inputs
 from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds, _text
 from jzero.offload.schedule._folds import Transfer
@@ -46,7 +49,7 @@ from jzero.segments._programs import placed_inputs
 from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.partition._movement import ITERATIONS_DEPEND, REPLICATED, Movement
+from jzero.sharding.partition._movement import REPLICATED, Movement
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
@@ -480,7 +483,7 @@ def report_of(program: Program, call: Call) -> Report:
     inputs = placed_inputs(call, program)
     jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
     num_state = program.out_tree.num_leaves - len(program.plan.outputs)
-    plan, movements = program.plan, program.movements
+    plan = program.plan
     written: Any = jaxpr
     if isinstance(found := program.step.found, Partitioned):
         plan, written = found.described(plan), found.for_any_devices.jaxpr
@@ -491,7 +494,7 @@ def report_of(program: Program, call: Call) -> Report:
         _traffic.carried_bytes(jaxpr, MICROBATCHES),
         program.step.schedule(),
         program.step.code_paths(),
-        movements,
+        program.movements,
         program.whole_arguments,
         tuple(_call.argument_paths(call.arrays)),
         tuple(x.size * x.dtype.itemsize for x in inputs[1]),
@@ -502,31 +505,34 @@ def report_of(program: Program, call: Call) -> Report:
             for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
             if is_coded(x) and x.error is not None
         },
-        () if plan.evaluates else _looped(jaxpr, call.arrays, plan, movements),
+        () if plan.evaluates else _looped(program.step.found, call.arrays, plan),
         program.extra_work,
         _jaxpr.open_jaxpr(written)[0],
     )
 
 
-def _looped(
-    jaxpr: Any, arrays: Mapping[str, Any], plan: StepPlan, movements: Sequence[Movement]
-) -> tuple[str, ...]:
-    """Arguments of a program along whose dim 0 every device runs a loop, by its length.
+def _looped(found: Any, arrays: Mapping[str, Any], plan: StepPlan) -> tuple[str, ...]:
+    """Arguments over whose dim 0 a loop of the step runs on every device.
 
     Their dim 1 could be split: in a batch of minibatches it has the rows.
     """
-    lengths, dims = _jaxpr.loop_lengths(jaxpr), iter(map(_split_dims, plan.arguments))
-    depend = any(m.reason == ITERATIONS_DEPEND for m in movements)
+    if not isinstance(found, Partitioned):
+        return ()
+    part, num = found.part, len(plan.leaves)
+    looped = {part.taken[k] for k in looped_inputs(Region(part.step.jaxpr, [*part.step.consts]))}
+    gathers = any(m.operation == "scan" for m in found.movements)
 
-    def fits(x: Any, dim: SplitDims) -> bool:
-        along = dim is None or (dim == 0 and depend)
-        shape = jnp.shape(x)
-        return along and len(shape) > 1 and shape[0] in lengths and not shape[1] % plan.num_devices
+    def fits(i: int, x: Any) -> bool:
+        dim, shape = _split_dims(plan.arguments[i]), jnp.shape(x)
+        along = dim is None or (dim == 0 and gathers)
+        return along and i + num in looped and len(shape) > 1 and not shape[1] % plan.num_devices
 
-    found = {
-        name: [fits(x, next(dims)) for x in jax.tree.leaves(tree)] for name, tree in arrays.items()
+    leaves = itertools.count()
+    whole = {
+        name: [fits(next(leaves), x) for x in jax.tree.leaves(tree)]
+        for name, tree in arrays.items()
     }
-    return tuple(name for name, leaves in found.items() if leaves and all(leaves))
+    return tuple(name for name, fitting in whole.items() if fitting and all(fitting))
 
 
 def _split_dims(spec: PartitionSpec) -> SplitDims:

@@ -272,6 +272,12 @@ def scan_parts(eqn: Eqn) -> ScanParts:
     )
 
 
+def scan_stacks(eqn: Eqn) -> list[Atom]:
+    """What a `scan` equation slices along dim 0."""
+    parts = scan_parts(eqn)
+    return eqn.invars[parts.num_consts + parts.num_carry :]
+
+
 def scan_like(
     eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int,
     num_carry: int, length: int, reverse: bool,
@@ -826,13 +832,6 @@ def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
         else:
             for inner in extended.jaxprs_in_params(eqn.params):
                 yield from ref_equations(inner)
-
-
-def loop_lengths(jaxpr: Jaxpr) -> set[int]:
-    """How many turns each `scan` has, those inside of others too."""
-    found = {scan_parts(eqn).length for eqn in jaxpr.eqns if eqn.primitive.name == "scan"}
-    inner = [x for eqn in jaxpr.eqns for x in extended.jaxprs_in_params(eqn.params)]
-    return found.union(*map(loop_lengths, inner))
 
 
 def is_ref(x: Any) -> bool:

@@ -184,17 +184,28 @@ def _run_whole(
     more = len(lines) - len(shown)
     axes = tuple(setting.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
+    rows = [x for x in rows if {*x.axes} == {*axes}]
     # Of minibatches dim 0 counts them, and a loop has as many iterations.
     lengths = frozenset[int]().union(*(x.loops for x in lines[:_SHOWN]))
-    looped = [x for x in rows if {*x.axes} == {*axes} and x.size in lengths and x.num_dims > 1]
-    minibatches = ""
+    looped = [x for x in rows if x.size in lengths and x.num_dims > 1]
+    # Of consecutive slices, each of which is on few devices, a slice with every n-th row has some of each.
+    slices = frozenset[int]().union(*(x.row_loops for x in lines[:_SHOWN]))
+    devices = math.prod(setting.axes.values())
+    strides = [n for n in slices if rows and all(x.size % (n * devices) == 0 for x in rows)]
+    instead = ""
     if looped:
         specs = f"in_specs={{{looped[0].argument!r}: {spec}}}"
-        minibatches = f" If its loop is over minibatches, shard the rows of each: {specs}."
+        instead = f" If its loop is over minibatches, shard the rows of each: {specs}."
+    elif strides:
+        num = max(strides)
+        instead = (
+            f" If its loop takes {num} consecutive slices of the rows, every device keeps its own rows where "
+            f"a slice is one row in {num}: x.reshape(-1, {num}, *x.shape[1:]).swapaxes(0, 1)."
+        )
     return (
         "whole",
         ", ".join(shown) + f" and {more} more" * (more > 0),
         "every device computes all rows",
         "An operation that needs rows of other devices and is no sum over the batch runs on all rows.",
-        "Compute it per row, or by sums over the batch." + minibatches,
+        "Compute it per row, or by sums over the batch." + instead,
     )
