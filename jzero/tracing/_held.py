@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import StepError, message
-from jzero.tracing._signature import flat_arguments
+from jzero.tracing._signature import MANY, call_by_name, flat_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +39,18 @@ class Held:
                 f"Write jzero.{who}(train_step, model, optimizer)."))  # fmt: skip
         parameters = _signature(train_step)
         try:
-            bound = parameters.bind_partial(*args, **kwargs).arguments
+            bound = parameters.bind_partial(*args, **kwargs)
         except TypeError as error:
             raise StepError(message(
                 who, f"train_step{parameters} does not accept these arguments ({error})",
                 "Arguments are passed in the order of its parameters, or by their names.",
                 f"Write jzero.{who}(train_step, model, metrics=metrics).")) from None  # fmt: skip
-        held: dict[str, Any] = {}
-        left: list[inspect.Parameter] = []
-        for name, parameter in parameters.parameters.items():
-            if parameter.kind == parameter.VAR_POSITIONAL:
-                held |= {f"{name}[{i}]": value for i, value in enumerate(bound.get(name, ()))}
-                left.append(parameter)
-            elif parameter.kind == parameter.VAR_KEYWORD:
-                held |= bound.get(name, {})
-                left.append(parameter)
-            elif name in bound:
-                held[name] = bound[name]
-            else:
-                left.append(parameter)
+        held = flat_arguments(bound)
+        left = [
+            parameter
+            for name, parameter in parameters.parameters.items()
+            if name not in bound.arguments or parameter.kind in MANY
+        ]
         state = "state"
         while state in parameters.parameters or state in held:
             state += "_"
@@ -75,21 +68,8 @@ class Held:
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Calls the step with `values` for what is held, and the arguments of a call."""
-        given = self.arguments(args, kwargs)
-        given |= dict(zip(self.names, values, strict=True))
-        bound = inspect.BoundArguments(self._parameters, {})  # type: ignore[arg-type]
-        for name, parameter in self._parameters.parameters.items():
-            if parameter.kind == parameter.VAR_POSITIONAL:
-                num = sum(key.startswith(f"{name}[") for key in given)
-                bound.arguments[name] = tuple(given.pop(f"{name}[{i}]") for i in range(num))
-            elif name in given:
-                bound.arguments[name] = given.pop(name)
-        bound.arguments |= {
-            name: given
-            for name, parameter in self._parameters.parameters.items()
-            if parameter.kind == parameter.VAR_KEYWORD
-        }
-        return train_step(*bound.args, **bound.kwargs)
+        given = self.arguments(args, kwargs) | dict(zip(self.names, values, strict=True))
+        return call_by_name(self._parameters, train_step, given)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of one call beside the state, by name."""

@@ -23,7 +23,7 @@ from jzero.tracing._state_arguments import StateArguments, parts
 _REST = inspect.Parameter.VAR_POSITIONAL
 # Among static arguments: no parameter is called so.
 _OBJECTS, _MODULES = "NNX objects", "Equinox modules"
-_MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
+MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call(NamedTuple):
@@ -269,7 +269,7 @@ class Signature:
         takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
         unknown = [k for k in keywords if k not in self.parameters.parameters and not takes_any]
         extra = f", and there is no parameter {', '.join(map(repr, unknown))}" if unknown else ""
-        needed = [p for p in parameters if p.default is p.empty and p.kind not in _MANY]
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in MANY]
         call = [f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in needed]
         return StepError(message(
             WHO, f"a call does not fit {self.name}{bare}: {error}{extra}",
@@ -387,24 +387,7 @@ class Signature:
         values = {**found, **arrays, **dict(static)}
         parts_of = values.pop(_MODULES, None)
         values |= {name: part.whole(values[name]) for name, part in parts_of or ()}
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        skipped = False
-        for name, parameter in self.parameters.parameters.items():
-            if parameter.kind == parameter.VAR_POSITIONAL:
-                args += [v for key, v in sorted(
-                    ((int(k[len(name) + 1 : -1]), v) for k, v in values.items()
-                     if k.startswith(f"{name}[")), key=lambda kv: kv[0])]  # fmt: skip
-            elif parameter.kind == parameter.VAR_KEYWORD:
-                known = self.parameters.parameters.keys() - {name}  # It may name one of its own.
-                kwargs |= {k: v for k, v in values.items() if k not in known and "[" not in k}
-            elif name not in values:
-                skipped = True  # Its default applies; what follows goes by name.
-            elif skipped or parameter.kind == parameter.KEYWORD_ONLY:
-                kwargs[name] = values[name]
-            else:
-                args.append(values[name])
-        outs = step_fn(*args, **kwargs)
+        outs = call_by_name(self.parameters, step_fn, values)
         arrays, rest = (outs, None) if parts_of is None else _modules.apart(outs)
         return outs if rest is None else _modules.Filtered(arrays, rest)
 
@@ -453,6 +436,24 @@ def flat_arguments(
         else:
             flat[name] = value
     return flat
+
+
+def call_by_name(
+    signature: inspect.Signature, fn: Callable[..., Any], values: Mapping[str, Any]
+) -> Any:
+    """Calls `fn` with the values that `flat_arguments` has named; of a missing one the default applies."""
+    bound, left = inspect.BoundArguments(signature, {}), dict(values)  # type: ignore[arg-type]
+    for name, parameter in signature.parameters.items():
+        if parameter.kind == parameter.VAR_POSITIONAL:
+            num = sum(key.startswith(f"{name}[") for key in left)
+            if num:  # Else the parameters before may be given by name.
+                bound.arguments[name] = tuple([left.pop(f"{name}[{i}]") for i in range(num)])
+        elif parameter.kind != parameter.VAR_KEYWORD and name in left:
+            bound.arguments[name] = left.pop(name)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            bound.arguments[name] = left
+    return fn(*bound.args, **bound.kwargs)
 
 
 def _hashable(name: str, value: Any) -> Hashable:
