@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self, TypeAlias
 
 from jax.typing import ArrayLike
@@ -48,6 +48,15 @@ class Region:
     @functools.cached_property
     def _inner(self) -> dict[int, Sequence[Self]]:
         return {}
+
+    def with_inner(self, eqn: Eqn, rewrite: Callable[[Self], Jaxpr]) -> Eqn:
+        """The equation with its programs rewritten; itself if all stay."""
+        inner = {id(each.jaxpr): each for each in self.inner(eqn)}
+
+        def within(body: Jaxpr) -> Jaxpr:
+            return rewrite(inner[id(body)]) if id(body) in inner else body
+
+        return _jaxpr.with_inner(eqn, within)
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:

@@ -188,13 +188,7 @@ class _OnHostWriter:
     # -- copies ----------------------------------------------------------------------------------------
 
     def _with_inner(self, eqn: Eqn) -> Eqn:
-        inner = {id(each.jaxpr): each for each in self.region.inner(eqn)}
-
-        def within(body: Jaxpr) -> Jaxpr:
-            found = inner.get(id(body))
-            return body if found is None else _OnHostWriter(found, self.waiting).run()
-
-        return _jaxpr.with_inner(eqn, within)
+        return self.region.with_inner(eqn, lambda body: _OnHostWriter(body, self.waiting).run())
 
     def _loop(self, writer: JaxprWriter, eqn: Eqn, old: Eqn) -> Eqn:
         """A loop that makes stacks on the host, and fetches slices of those that it reads."""

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GatherChain`: a gather of what a program takes, with the views and casts that make its operand."""
+"""Chains of equations that each read one value: gathers of a program's arguments, and the same on stacks."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jzero.ir import _rules
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._origins import VIEWS
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class GatherChain(NamedTuple):
@@ -53,3 +55,49 @@ def may_stand_in(eqn: Eqn) -> bool:
     """Whether it only views, casts or gathers one value."""
     known = all(map(_jaxpr.is_literal, eqn.invars[1:])) and len(eqn.outvars) == 1
     return known and (_waits.is_gather(eqn) or _rules.costs(eqn, *VIEWS))
+
+
+def may_be_on_stack(eqn: Eqn) -> bool:
+    """Whether it can be applied to a stack as to its slices."""
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        return False
+    return _waits.is_gather(eqn) or eqn.primitive.name in _ON_STACK
+
+
+def on_stack(writer: JaxprWriter, eqns: Sequence[Eqn], stack: Atom, last: Var | None = None) -> Var:
+    """Writes a chain of equations on slices as one on the whole stack; its result is `last`, if given."""
+    length = stack.aval.shape[0]
+    for eqn in eqns:
+        (out,), params = eqn.outvars, dict(eqn.params)
+        if _waits.is_gather(eqn):
+            params["all_gather_dimension"] += 1
+        else:
+            params |= _ON_STACK[eqn.primitive.name](length, params)
+        new = last if last is not None and eqn is eqns[-1] else None
+        new = _jaxpr.var_like(out.aval, (length, *out.aval.shape)) if new is None else new
+        source = _jaxpr.within_scope(eqn, outer=writer.source)
+        (stack,) = writer.clone(source, [stack], [new], params=params)
+    return _jaxpr.variable(stack)
+
+
+def _behind_first(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d + 1 for d in dims)
+
+
+_Params = Mapping[str, Any]
+# By primitive, what is other in the parameters of an equation on a stack of so many slices.
+_ON_STACK: dict[str, Callable[[int, _Params], _Params]] = {
+    "convert_element_type": lambda length, params: {},
+    "psum": lambda length, params: {},
+    "reduce_scatter": lambda length, params: {
+        "scatter_dimension": params["scatter_dimension"] + 1,
+    },
+    "transpose": lambda length, params: {"permutation": (0, *_behind_first(params["permutation"]))},
+    "squeeze": lambda length, params: {"dimensions": _behind_first(params["dimensions"])},
+    "slice": lambda length, params: {
+        "start_indices": (0, *params["start_indices"]),
+        "limit_indices": (length, *params["limit_indices"]),
+        "strides": params["strides"] and (1, *params["strides"]),
+    },
+    "reshape": lambda length, params: {"new_sizes": (length, *params["new_sizes"])},
+}

@@ -6,14 +6,19 @@ What is gathered stays on the devices until its last use, through the forward an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 from jzero.ir._loops import Scan, ScanBuilder, SlicePort, StackPort
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
-from jzero.sharding.passes._chains import GatherChain, chains, may_stand_in
+from jzero.sharding.passes._chains import (
+    GatherChain,
+    chains,
+    may_be_on_stack,
+    may_stand_in,
+    on_stack,
+)
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -54,7 +59,7 @@ def _of_stacks(eqn: Eqn) -> list[Eqn]:
     """A loop whose iterations get slices of gathered stacks."""
     scan = Scan.of(eqn)
     stacks = {port.row: port.stack for port in scan.xs}
-    found = [c for c in chains(scan.body) if c.root in stacks and all(map(_has_stacks, c.eqns))]
+    found = [c for c in chains(scan.body) if c.root in stacks and all(map(may_be_on_stack, c.eqns))]
     made = {port.stack: c for port in scan.ys if (c := _saved(scan, port, stacks)) is not None}
     if not found and not made:
         return [eqn]
@@ -62,7 +67,7 @@ def _of_stacks(eqn: Eqn) -> list[Eqn]:
     builder = ScanBuilder(scan)
     builder.ys = [port for port in scan.ys if port.stack not in made]
     for stack, chain in made.items():
-        _on_stack(builder.before, chain, stacks[chain.root], stack)
+        on_stack(builder.before, chain.eqns, stacks[chain.root], stack)
     outs = [*(p.after for p in scan.carries), *(p.row for p in builder.ys)]
     left = [each for each in scan.eqns if id(each) not in moved]
     left = _rewrite.without_unread(left, outs, lambda _: True)
@@ -70,65 +75,23 @@ def _of_stacks(eqn: Eqn) -> list[Eqn]:
     builder.eqns = tuple(left)
     builder.xs = [port for port in scan.xs if port.row in read]
     builder.xs += [
-        SlicePort(_on_stack(builder.before, chain, stacks[chain.root]), chain.out)
+        SlicePort(on_stack(builder.before, chain.eqns, stacks[chain.root]), chain.out)
         for chain in found
         if chain.out in read
     ]
     return builder.build().equations()
 
 
-def _has_stacks(eqn: Eqn) -> bool:
-    """Whether it can be applied to a stack as to its slices."""
-    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
-        return False
-    return _waits.is_gather(eqn) or eqn.primitive.name in _OF_STACKS
-
-
 def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> GatherChain | None:
     """The chain that makes a saved stack of sliced ones; None if the loop computes it."""
     makers, eqns, atom = {e.outvars[0]: e for e in scan.eqns if e.outvars}, list[Eqn](), port.row
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
-        if not may_stand_in(eqn) or _waits.is_gather(eqn) or not _has_stacks(eqn):
+        if not may_stand_in(eqn) or _waits.is_gather(eqn) or not may_be_on_stack(eqn):
             return None
         eqns.append(eqn)
         atom = eqn.invars[0]
     known = eqns and not _jaxpr.is_literal(atom) and atom in stacks
     return GatherChain(_jaxpr.variable(atom), tuple(eqns[::-1])) if known else None
-
-
-def _on_stack(writer: JaxprWriter, chain: GatherChain, stack: Atom, last: Var | None = None) -> Var:
-    """The chain on a whole stack; its result is `last`, if given."""
-    length = stack.aval.shape[0]
-    for eqn in chain.eqns:
-        (out,), params = eqn.outvars, dict(eqn.params)
-        if _waits.is_gather(eqn):
-            params["all_gather_dimension"] += 1
-        else:
-            params |= _OF_STACKS[eqn.primitive.name](length, params)
-        new = last if last is not None and eqn is chain.eqns[-1] else None
-        new = _jaxpr.var_like(out.aval, (length, *out.aval.shape)) if new is None else new
-        source = _jaxpr.within_scope(eqn, outer=writer.source)
-        (stack,) = writer.clone(source, [stack], [new], params=params)
-    return _jaxpr.variable(stack)
-
-
-def _behind_first(dims: Sequence[int]) -> tuple[int, ...]:
-    return tuple(d + 1 for d in dims)
-
-
-_Params = Mapping[str, Any]
-# By primitive, what is other in the parameters of an equation on a stack of so many slices.
-_OF_STACKS: dict[str, Callable[[int, _Params], _Params]] = {
-    "convert_element_type": lambda length, params: {},
-    "transpose": lambda length, params: {"permutation": (0, *_behind_first(params["permutation"]))},
-    "squeeze": lambda length, params: {"dimensions": _behind_first(params["dimensions"])},
-    "slice": lambda length, params: {
-        "start_indices": (0, *params["start_indices"]),
-        "limit_indices": (length, *params["limit_indices"]),
-        "strides": params["strides"] and (1, *params["strides"]),
-    },
-    "reshape": lambda length, params: {"new_sizes": (length, *params["new_sizes"])},
-}
 
 
 # -- equal gathers -----------------------------------------------------------------------------------------

@@ -111,14 +111,7 @@ def rewritten(region: Region, rewrite: Rewrite) -> Jaxpr:
         if rewrite(region, eqn, writer):
             kept = False
             continue
-        inner = {id(each.jaxpr): each for each in region.inner(eqn)}
-
-        def within(body: Jaxpr, inner: dict[int, Region] = inner) -> Jaxpr:
-            found = inner.get(id(body))
-            return body if found is None else rewritten(found, rewrite)
-
-        new = _jaxpr.with_inner(eqn, within)
-        new = writer.renamed(new)
+        new = writer.renamed(region.with_inner(eqn, lambda body: rewritten(body, rewrite)))
         writer.eqns.append(new)
         kept = kept and new is eqn
     assert not writer.consts, "what a pass writes has no constants"

@@ -22,8 +22,10 @@ from jzero._blocks import Blocks
 
 
 def quantize(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Floats `[rows, n]` as bytes `uint8[rows, blocks.nbytes(n)]`."""
-    rows, n = x.shape
+    """Floats `[..., n]` as bytes `uint8[..., blocks.nbytes(n)]`."""
+    *several, n = x.shape
+    x = x.reshape(-1, n)
+    rows = len(x)
     x = _in_blocks(x.astype(_wide(x.dtype)), blocks)
     finite = jnp.isfinite(x)
     special = ~jnp.all(finite, axis=-1, keepdims=True)
@@ -39,11 +41,14 @@ def quantize(x: jax.Array, blocks: Blocks) -> jax.Array:
     beyond = jnp.where(jnp.isnan(x), -blocks.largest - 1, jnp.sign(x) * blocks.largest)
     codes = jnp.where(finite, codes, beyond).astype(jnp.int8).reshape(rows, -1)[:, :n]
     scale = jnp.where(special, -jnp.maximum(scale, tiny), scale)
-    return jnp.concatenate([_packed(codes, blocks), _as_bytes(scale[..., 0])], axis=1)
+    row = jnp.concatenate([_packed(codes, blocks), _as_bytes(scale[..., 0])], axis=1)
+    return row.reshape(*several, -1)
 
 
 def dequantize(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
-    """Bytes `[rows, blocks.nbytes(n)]` as floats `[rows, n]`."""
+    """Bytes `[..., blocks.nbytes(n)]` as floats `[..., n]`."""
+    *several, nbytes = row.shape
+    row = row.reshape(-1, nbytes)
     wide = jnp.dtype(_wide(dtype))
     num_codes = -(-n // blocks.per_byte)
     codes = _in_blocks(_unpacked(row[:, :num_codes], blocks)[:, :n], blocks)
@@ -60,23 +65,21 @@ def dequantize(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     infinite = jnp.sign(codes).astype(wide) * jnp.inf
     x = jnp.where(special & (jnp.abs(codes) == blocks.largest), infinite, x)
     x = jnp.where(special & (codes == -blocks.largest - 1), jnp.nan, x)
-    return x.reshape(row.shape[0], -1)[:, :n].astype(dtype)
+    return x.reshape(row.shape[0], -1)[:, :n].astype(dtype).reshape(*several, n)
 
 
 def quantize_rows(x: jax.Array, part: tuple[int, ...], blocks: Blocks) -> jax.Array:
     """One device's part of a leaf, `[..., *part]` with padding, as rows `[..., 1, bytes]`."""
     stack = x.shape[: x.ndim - len(part)]
-    rows = quantize(x.reshape(-1, math.prod(part)), blocks)
-    return rows.reshape(*stack, 1, rows.shape[1])
+    return quantize(x.reshape(*stack, 1, math.prod(part)), blocks)
 
 
 def dequantize_rows(
     rows: jax.Array, part: tuple[int, ...], dim: int | None, dtype: Any, blocks: Blocks
 ) -> jax.Array:
     """Rows of a leaf, `[..., parts, bytes]`, as floats `[..., n, d]`, in which the parts cut `dim`."""
-    *stack, parts, nbytes = rows.shape
-    x = dequantize(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
-    x = x.reshape(*stack, parts, *part)
+    *stack, parts, _ = rows.shape
+    x = dequantize(rows, math.prod(part), dtype, blocks).reshape(*stack, parts, *part)
     dim = len(stack) if dim is None else max(dim, len(stack))
     x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if part else x[..., 0]

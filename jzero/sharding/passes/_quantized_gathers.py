@@ -91,17 +91,17 @@ def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
     """A row of bytes for each part, `[n, d] -> [q, 1, bytes]`."""
     x = parts.split(x)
     several = x.shape[: len(parts.cuts)]
-    return _quantize.quantize(x.reshape(math.prod(several), -1), blocks).reshape(*several, 1, -1)
+    return _quantize.quantize(x.reshape(*several, 1, -1), blocks)
 
 
 def _whole(
     dim: int, shard: tuple[int, ...], dtype: str, blocks: Blocks, parts: AutoParts, rows: jax.Array
 ) -> jax.Array:
     """Dequantizes the rows of all devices, `[q, k, bytes] -> [n, d]`."""
-    *several, num, nbytes = rows.shape
+    *several, num, _ = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shard)]
-    x = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
+    x = _quantize.dequantize(rows, math.prod(part), dtype, blocks)
     x = jnp.moveaxis(x.reshape(*several, num, *part), len(several), len(several) + dim)
     return parts.join(x.reshape(*several, *part[:dim], -1, *part[dim + 1 :]))
 

@@ -151,7 +151,7 @@ class _Stages:
             (terms,) = self.writer.trace(_moved, terms, static=(dim + left.index(axis), self.dim))
             terms = self._stage(terms, axis, waits and len(left) == len(self.sizes))
             left.remove(axis)
-        (total,) = self.writer.trace(_joined, terms, static=(self.parts,))
+        (total,) = self.writer.trace(AutoParts.join, terms, static=(self.parts,))
         (shard,) = self.writer.trace(cast, total, static=(str(self.dtype),))
         self.writer.source = outer
         return shard, total
@@ -227,22 +227,16 @@ def _moved(dim: int, to: int, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, dim, to)
 
 
-def _joined(parts: AutoParts, x: jax.Array) -> jax.Array:
-    return parts.join(x)
-
-
 def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:
     """`[q, k, n, d]` as quantized `[q, k, bytes]`."""
-    several = terms.shape[: dim + 1]
-    return _quantize.quantize(terms.reshape(math.prod(several), -1), blocks).reshape(*several, -1)
+    return _quantize.quantize(terms.reshape(*terms.shape[: dim + 1], -1), blocks)
 
 
 def _total(part: tuple[int, ...], dtype: str, blocks: Blocks, rows: jax.Array) -> jax.Array:
     """Of quantized `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
-    *several, num, nbytes = rows.shape
     wide = jnp.promote_types(dtype, jnp.float32)
-    terms = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), wide, blocks)
-    return jnp.sum(terms.reshape(*several, num, -1), axis=-2).reshape(*several, *part)
+    terms = _quantize.dequantize(rows, math.prod(part), wide, blocks)
+    return jnp.sum(terms, axis=-2).reshape(*rows.shape[:-2], *part)
 
 
 def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
@@ -256,18 +250,15 @@ def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
 
 def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
     """`[q, n]` as quantized `[q, 1, bytes]`."""
-    several = x.shape[:-1]
-    return _quantize.quantize(x.reshape(-1, x.shape[-1]), blocks).reshape(*several, 1, -1)
+    return _quantize.quantize(x.reshape(*x.shape[:-1], 1, -1), blocks)
 
 
 def _whole(
     parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, blocks: Blocks, rows: jax.Array
 ) -> jax.Array:
     """Quantized `[q, k, bytes]` as `[n, d]`."""
-    *several, num, nbytes = rows.shape
+    several = rows.shape[:-2]
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shape)]
-    whole = _quantize.dequantize(rows.reshape(-1, nbytes), size, dtype, blocks).reshape(
-        *several, -1
-    )
+    whole = _quantize.dequantize(rows, size, dtype, blocks).reshape(*several, -1)
     return parts.join(whole[..., : math.prod(part)].reshape(*several, *part))

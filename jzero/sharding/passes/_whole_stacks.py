@@ -9,11 +9,11 @@ dtype.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from jzero.ir._loops import Scan, StackPort
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
+from jzero.sharding.passes._chains import on_stack
 from jzero.sharding.passes._order import SMALLEST_GROUP
 from jzero.sharding.passes._waits import WHOLE_STACKS as SCOPE
 from jzero.tracing import _jaxpr
@@ -52,20 +52,22 @@ def _loop(eqn: Eqn, nbytes: int) -> list[Eqn]:
         return [eqn]
     makers = {out: each for each in scan.eqns for out in each.outvars}
     num_readers = _waits.num_readers(scan)
-    ys, late, after = list[StackPort](), set[int](), list[Eqn]()
+    ys, late, after = list[StackPort](), set[int](), JaxprWriter(eqn)
     for port in scan.ys:
         last = _last(port, makers, num_readers, nbytes // scan.length)
         late |= {*map(id, last)}
         if last:
-            port, written = _on_stack(port, last[::-1], scan)
-            after += written
+            (row,) = last[-1].invars
+            stack = _jaxpr.var_like(row.aval, (scan.length, *row.aval.shape))
+            on_stack(after, last[::-1], stack, port.stack)
+            port = StackPort(row, stack)
         ys.append(port)
     new = scan
-    if after:
+    if late:
         kept = tuple(each for each in scan.eqns if id(each) not in late)
         new = dataclasses.replace(scan, eqns=kept, ys=tuple(ys))
     new = _computed(new, makers)
-    return [eqn] if new is scan else [new.equation(), *after]
+    return [eqn] if new is scan else [new.equation(), *after.eqns]
 
 
 def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
@@ -119,21 +121,3 @@ def _is_sum(eqn: Eqn) -> bool:
     if _waits.is_reduction(eqn):
         return bool(eqn.params["tiled"]) and eqn.params["axis_index_groups"] is None
     return eqn.primitive.name == "psum" and eqn.params["axis_index_groups"] is None
-
-
-def _on_stack(port: StackPort, eqns: Sequence[Eqn], scan: Scan) -> tuple[StackPort, list[Eqn]]:
-    """The port of the value before these equations, and the equations on the stack."""
-    (row,) = eqns[0].invars
-    stack = first = _jaxpr.var_like(row.aval, (scan.length, *row.aval.shape))
-    written = list[Eqn]()
-    for eqn in eqns:
-        (out,) = eqn.outvars
-        new = _jaxpr.var_like(out.aval, (scan.length, *out.aval.shape))
-        new = port.stack if eqn is eqns[-1] else new
-        params = dict(eqn.params)
-        if _waits.is_reduction(eqn):
-            params["scatter_dimension"] += 1
-        eqn = _jaxpr.within_scope(eqn, outer=scan.eqn)
-        written.append(eqn.replace(invars=[stack], outvars=[new], params=params))
-        stack = new
-    return StackPort(row, first), written
