@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import small
-from jzero.sharding.plan import _wire
+from jzero.sharding.plan import _quantized_leaves
 
 FOLDER = tempfile.TemporaryDirectory()
 UNEVEN, EVEN = (13, 3), (16, 3)  # On 8 devices the first is padded.
@@ -48,7 +48,7 @@ def new_leaf(kind: str) -> Any:
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
     leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
     if in_codes:
-        with mock.patch.object(_wire, "LEAST", 1):
+        with mock.patch.object(_quantized_leaves, "LEAST", 1):
             blocks = jzero.Blocks("int8", size=16)
             step: Any = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=blocks, mesh=mesh)
             leaf = step.shard(leaf, jnp.ones((8, shape[0])))

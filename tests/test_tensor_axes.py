@@ -18,7 +18,7 @@ import small
 import zoo
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _order
-from jzero.sharding.plan import _wire
+from jzero.sharding.plan import _quantized_leaves
 from jzero.tracing import _jaxpr
 from small import grouped
 
@@ -564,7 +564,7 @@ def exact_codes():
 
 def coded(codes, stage, monkeypatch):
     """Options with which leaves of every size travel as codes; parameters, too, if they need no masters."""
-    monkeypatch.setattr(_wire, "LEAST", 0)
+    monkeypatch.setattr(_quantized_leaves, "LEAST", 0)
     gathers = {"gather_dtype": codes} if stage == 3 else {}
     return {"stage": stage, "auto_specs": AUTO_SPECS, "reduce_dtype": codes, **gathers}
 
@@ -620,7 +620,7 @@ def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
 
 @pytest.mark.slow
 def test_copies_are_renewed_by_codes_of_parts(monkeypatch):
-    monkeypatch.setattr(_wire, "LEAST", 0)
+    monkeypatch.setattr(_quantized_leaves, "LEAST", 0)
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
     train_step, plain, state = words(tx, jnp.bfloat16, stage=1, gather_dtype=exact_codes())
     state, expected = train_step.init(lambda: state), state

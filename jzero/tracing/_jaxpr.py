@@ -624,11 +624,9 @@ def trace(
 ) -> Traced:
     """Traces `fn(*args)` as one device of a mesh with `axes` would see it. Needs no devices.
 
-    Args:
-      fn: function of flat arrays.
-      args: one `ShapeDtypeStruct` per argument, at per-device shapes.
-      axes: mesh axis names and sizes that are bound while tracing.
-      automatic: further axes of the mesh, which sharding constraints may name.
+    `args`: one `ShapeDtypeStruct` per argument, at per-device shapes.
+    `axes`: mesh axis names and sizes that are bound while tracing.
+    `automatic`: further axes of the mesh, which sharding constraints may name.
     """
     with _abstract_mesh(dict(axes) | dict(automatic)) as mesh:
         return trace_on(mesh, fn, args, axes)
@@ -764,13 +762,9 @@ def shard_mapped(
     Where a call is staged, as under `jax.jit`, the equation holds `jaxpr` itself: nothing of it is traced
     again. Elsewhere (eagerly, under `jax.vmap`) it is evaluated inside of `jax.shard_map`.
 
-    Args:
-      jaxpr: without constants.
-      mesh: of its axes, and of those over which XLA shards.
-      in_specs: of its arguments.
-      out_specs: of its results.
-      out_shapes: of the whole results.
-      axes: the mesh axes that are its own.
+    `jaxpr`: without constants.
+    `out_shapes`: of the whole results.
+    `axes`: the mesh axes that are its own.
     """
     given: dict[str, Any] = dict(
         mesh=mesh, in_specs=tuple(in_specs), check_vma=False, axis_names={*axes}

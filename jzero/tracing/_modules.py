@@ -92,9 +92,7 @@ class Static:
 def apart(tree: Any, numbers: bool = False) -> tuple[Any, Static | None]:
     """A tree of its arrays, None elsewhere, and the rest of it; None if there is none.
 
-    Args:
-      tree: the tree.
-      numbers: whether Python's numbers are arrays.
+    `numbers`: whether Python's numbers are arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
     kept = [_ARRAY if _is_array(x) or (numbers and isinstance(x, _NUMBERS)) else x for x in leaves]

@@ -114,10 +114,7 @@ class Graph(NamedTuple):
     def run(self, state: Any, call: Callable[[tuple[Any, ...]], Any], who: str) -> Mutated:
         """Calls a step with objects of this state, and takes apart what it has made of them.
 
-        Args:
-          state: as `Objects` has it.
-          call: calls the step with the values of those arguments.
-          who: for messages.
+        `call`: calls the step with the values of those arguments.
 
         Raises:
           StepError: it changes what it was not given, adds or removes variables, or makes objects.
@@ -372,12 +369,7 @@ def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
 
 
 def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
-    """Refuses changes of NNX objects that are taken as pytrees, beside the state: nobody would see them.
-
-    Args:
-      arrays: the arguments beside the state, as the step has left them.
-      leaves: what they held before.
-    """
+    """Refuses changes of NNX objects that are taken as pytrees, beside the state: nobody would see them."""
     if not kinds() or not any(map(holds_objects, arrays.values())):
         return
     left = iter(leaves)
@@ -396,10 +388,8 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
 def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -> None:
     """Refuses state beside the objects, as optimizer state of optax: it would be split as the batch is.
 
-    Args:
-      names: of the arguments that hold objects.
-      outs: what the step returned, of tracers.
-      arrays: its other arguments, by name.
+    `outs`: what the step returned, of tracers.
+    `arrays`: its other arguments, by name.
     """
     found = find_arguments(outs, arrays).state
     if found:

@@ -56,11 +56,9 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
     It is, if its first argument comes back so, with two exceptions: optimizer state of optax comes back
     beside it, or nothing in it is trained and something else is, as in `step(key, params, batch)`.
 
-    Args:
-      signature: how the step is called.
-      outs: what it returned, of tracers.
-      state: its first argument.
-      arrays: the others, by name.
+    `outs`: what it returned, of tracers.
+    `state`: its first argument.
+    `arrays`: the others, by name.
 
     Raises:
       Elsewhere: it is not, and these arguments are its state.
@@ -118,11 +116,9 @@ def read_updated(
 def read_trained(signature: Signature, trained: Any, state: Any, arrays: Mapping[str, Any]) -> None:
     """Whether an evaluation for which nothing was said takes the state of a training, or a part of it, first.
 
-    Args:
-      signature: how it is called.
-      trained: the training's state, of shapes.
-      state: its first argument.
-      arrays: the others, by name.
+    `trained`: the training's state, of shapes.
+    `state`: its first argument.
+    `arrays`: the others, by name.
 
     Raises:
       Elsewhere: it takes it in these arguments.

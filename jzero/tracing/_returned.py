@@ -82,9 +82,7 @@ def find_state(outs: Any, state: Any) -> Returned:
     them than such arguments, as with gradients, the state must lead, in the order of its arguments. Which
     one is taken decides how a value rests, and not what is computed.
 
-    Args:
-      outs: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
-      state: the step's state.
+    `outs`: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
 
     Raises:
       StateError: an argument came back with another shape or dtype.
@@ -190,10 +188,8 @@ def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = 
 def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, ...]]) -> bool:
     """Whether an argument that comes back is state beyond doubt.
 
-    Args:
-      tree: the argument.
-      rows: leading dims of those that do not come back, and may be the batch.
-      moments: shapes of optimizer states that come back.
+    `rows`: leading dims of those that do not come back, and may be the batch.
+    `moments`: shapes of optimizer states that come back.
     """
     if _optimizer_states(tree):
         return True

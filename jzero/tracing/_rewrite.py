@@ -242,11 +242,8 @@ def behind(
 ) -> tuple[list[Eqn], set[Var]]:
     """The equations that compute `wanted`, in order, and every variable that is read on the way.
 
-    Args:
-      eqns: of a program.
-      wanted: what it shall compute.
-      known: variables that need not be computed.
-      effects: whether equations stay that do more than compute.
+    `known`: variables that need not be computed.
+    `effects`: whether equations stay that do more than compute.
     """
     needed, found = {atom for atom in wanted if not _jaxpr.is_literal(atom)}, []
     for eqn in reversed(eqns):

@@ -18,7 +18,7 @@ import numpy as np
 
 import jzero
 import zoo
-from jzero.sharding.plan import _wire
+from jzero.sharding.plan import _quantized_leaves
 from small import grouped
 from zoo import configured
 
@@ -53,7 +53,9 @@ def record(row: Row) -> Record:
     found: Record = {"row": [_title(row)]}
     with (
         configured(family),
-        mock.patch.object(_wire, "LEAST", 1),  # Else all leaves of these models travel exact.
+        mock.patch.object(
+            _quantized_leaves, "LEAST", 1
+        ),  # Else all leaves of these models travel exact.
         warnings.catch_warnings(record=True) as caught,
         tempfile.TemporaryDirectory() as folder,
     ):

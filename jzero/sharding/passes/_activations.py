@@ -41,11 +41,8 @@ def activations(
 ) -> OnHost:
     """One device's program whose residuals are offloaded; what is said of them is of one microbatch.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
-      microbatches: how many there are, in whose loops residuals are made and read.
-      marks: its passes are to be programs of their own: what they pass on is marked, and nothing moves.
+    `microbatches`: how many there are, in whose loops residuals are made and read.
+    `marks`: its passes are to be programs of their own: what they pass on is marked, and nothing moves.
     """
     program = Region(jaxpr, [])
     found = _origins.origins(program, rows)

@@ -51,13 +51,7 @@ class AutoAxes:
 
 
 def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoLayouts) -> Jaxpr:
-    """One device's program, with collectives by parts, and constraints that name nothing but XLA's axes.
-
-    Args:
-      jaxpr: the program, with explicit collectives.
-      axes: over which XLA shards.
-      specs: how it shards arguments and results.
-    """
+    """One device's program, with collectives by parts, and constraints that name nothing but XLA's axes."""
     program = Region(jaxpr, [])
     spec_of = specs.of(program)
     once = dict[Any, _jaxpr.Traced]()

@@ -39,12 +39,8 @@ def cut(
 ) -> Tiles | None:
     """Tiles of at most `nbytes` of a value that is larger; of one index of a dim at least.
 
-    Args:
-      shape: of the whole.
-      itemsize: bytes of an element.
-      sharded: the dim along which it is; [Note: which dim is cut into tiles].
-      nbytes: the bound.
-      kept: dims that the product does not sum over; one of these if its tiles are as small. None for all.
+    `sharded`: the dim along which it is; [Note: which dim is cut into tiles].
+    `kept`: dims that the product does not sum over; one of these if its tiles are as small. None for all.
 
     Returns:
       The cut; None if there is no other dim.

@@ -31,12 +31,8 @@ def in_place(
 ) -> Jaxpr:  # fmt: skip
     """One device's program in which large results are gathered in slices, each into its place.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      olds: for each result the argument that it takes the place of, which is donated; None for others.
-      mesh: its devices.
-      axes: of the mesh, along which its collectives are.
-      nbytes: of a slice, at most; what is no larger is gathered at once.
+    `olds`: for each result the argument that it takes the place of, which is donated; None for others.
+    `nbytes`: of a slice, at most; what is no larger is gathered at once.
     """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     readers, returned = region_of(jaxpr.eqns).readers, Counter(map(id, jaxpr.outvars))

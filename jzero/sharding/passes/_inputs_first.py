@@ -36,9 +36,7 @@ def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
     """The step with the gradient of each matrix of more than so many bytes behind that of its input.
 
-    Args:
-      frame: of the step.
-      nbytes: the most that a matrix and its gradient may have to stay in the order of the program.
+    `nbytes`: the most that a matrix and its gradient may have to stay in the order of the program.
     """
     jaxpr, products = frame.jaxpr, _products(frame, nbytes)
     if not products:

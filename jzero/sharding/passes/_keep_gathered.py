@@ -26,10 +26,8 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def keep_gathered(jaxpr: Jaxpr, in_all_loops: bool = False) -> Jaxpr:
     """One device's program in which each leaf is gathered once.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      in_all_loops: whether stacks are gathered before any loop; else only before those of one pass of
-        `jax.grad`. A loop of train steps gathers what each of them has updated.
+    `in_all_loops`: whether stacks are gathered before any loop; else only before those of one pass of
+      `jax.grad`. A loop of train steps gathers what each of them has updated.
     """
     return _kept(jaxpr, in_all_loops, None)
 

@@ -43,10 +43,8 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
 
     The reason is in [Note: late gathers].
 
-    Args:
-      jaxpr: the body of a loop.
-      ahead: what the iteration before has gathered, or fetched.
-      balance: multiplications for each byte that is moved above which products take longer.
+    `ahead`: what the iteration before has gathered, or fetched.
+    `balance`: multiplications for each byte that is moved above which products take longer.
     """
     uses = _first_uses(jaxpr, ahead)
     own = [at for var, at in uses.items() if var not in {*ahead}]

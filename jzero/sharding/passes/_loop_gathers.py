@@ -21,10 +21,8 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     """One device's program whose loops gather what they close over before them, if all of a loop's fits.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      nbytes: the most that one loop keeps gathered through its iterations; of a loop with more, each
-        iteration gathers.
+    `nbytes`: the most that one loop keeps gathered through its iterations; of a loop with more, each
+      iteration gathers.
     """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:

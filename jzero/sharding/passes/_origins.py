@@ -50,12 +50,7 @@ Origins = dict[ValueIn, ValueOrigin]
 
 
 def origins(program: Region, rows: Sequence[_Axes]) -> Origins:
-    """What each value of a program comes from.
-
-    Args:
-      program: the program, with explicit collectives.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
-    """
+    """What each value of a program comes from."""
     start: Origins = {
         (program, var): ValueOrigin(axes, axes, False, _COMPUTED if axes else frozenset([i]))
         for i, (var, axes) in enumerate(zip(program.jaxpr.invars, rows, strict=True))

@@ -50,12 +50,10 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
     """One device's program with its gathers ahead of their uses.
 
-    Args:
-      jaxpr: the program, with explicit collectives; calls are opened.
-      nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
-        none is ahead, and no loop carries any.
-      balance: multiplications in the time in which a byte is gathered: [Note: late gathers] in
-        `_late_gathers.py`.
+    `nbytes`: of gathered values that are not read yet, at most; of one product's if these are more. With 0
+      none is ahead, and no loop carries any.
+    `balance`: multiplications in the time in which a byte is gathered: [Note: late gathers] in
+      `_late_gathers.py`.
     """
     return _placed(_nested(jaxpr, nbytes, balance, None), nbytes, _Scope())
 

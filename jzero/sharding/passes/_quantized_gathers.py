@@ -37,12 +37,7 @@ def quantize_gathers(
 ) -> Jaxpr:  # fmt: skip
     """One device's program whose passes gather some arguments (or casts, slices of these) quantized.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      blocks: the format.
-      args: arguments that may travel so, by index.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
-      specs: how XLA shards arguments and results over further axes.
+    `args`: arguments that may travel so, by index.
     """
     program = Region(jaxpr, [])
     found, spec_of = _origins.origins(program, rows), specs.of(program)

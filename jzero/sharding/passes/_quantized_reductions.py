@@ -65,14 +65,6 @@ def quantize_reductions(
     """One device's program that reduces the gradients of some leaves quantized.
 
     A sum of which a pass computes something else is exact, and so are the sums of forward passes.
-
-    Args:
-      jaxpr: the program, with explicit collectives.
-      axes: the mesh, and the formats.
-      leaves: the leaves, by path.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
-      leaf_of: says which leaf a reduction serves.
-      specs: how XLA shards arguments and results over further axes.
     """
     program = Region(jaxpr, [])
     found, mixed = _origins.origins(program, rows), _mixed(program)

@@ -87,9 +87,7 @@ def dequantize_weights(
 ) -> Jaxpr:
     """One device's program that takes rows of bytes in the place of some arguments.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      leaves: by index, how an argument is quantized, and the shape of its rows on one device.
+    `leaves`: by index, how an argument is quantized, and the shape of its rows on one device.
     """
     if not leaves or not jaxpr.eqns:
         return jaxpr

@@ -21,11 +21,6 @@ def reduce_dtype(jaxpr: Jaxpr, dtype: DTypeLike, rows: Sequence[frozenset[str]])
     """One device's program whose gradients are cast before their sums over the devices, and back.
 
     Sums that a forward pass makes, such as losses and counts, stay as they are.
-
-    Args:
-      jaxpr: the program, with explicit collectives.
-      dtype: a floating-point one.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
     """
     program, dtype = Region(jaxpr, []), jnp.dtype(dtype)
     found = _origins.origins(program, rows)

@@ -54,12 +54,9 @@ def tiles(
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers and reduces matrices of more than so many bytes tile by tile.
 
-    Args:
-      jaxpr: the program, with explicit collectives.
-      nbytes: of a tile, at most; of one index of a dim at least.
-      rows: of each argument, the axes over which it differs because rows of the batch do.
-      itemsize: bytes of an element of a gradient as it travels, if these are more than its own.
-      specs: how XLA shards arguments and results over further axes. A tile has a range of each of its parts.
+    `nbytes`: of a tile, at most; of one index of a dim at least.
+    `itemsize`: bytes of an element of a gradient as it travels, if these are more than its own.
+    `specs`: how XLA shards arguments and results over further axes. A tile has a range of each of its parts.
     """
     program = Region(jaxpr, [])
     found, plans = _origins.origins(program, rows), dict[Region, _TilePlan]()

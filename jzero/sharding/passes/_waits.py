@@ -75,11 +75,7 @@ def waiting(
 ) -> tuple[list[Eqn], Eqn]:
     """A collective of one operand that waits for `values`, and the equations of its barrier.
 
-    Args:
-      eqn: the collective.
-      values: what it waits for.
-      scope: marks the barrier.
-      laid_out: whether the operand is put into the layout that a reduction along its dim reads.
+    `laid_out`: whether the operand is put into the layout that a reduction along its dim reads.
     """
     writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
     tokens = [write_token(writer, value) for value in values]

@@ -35,9 +35,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
     """One device's program whose loops leave to the end what can be done to whole stacks.
 
-    Args:
-      jaxpr: the program, with explicit collectives; calls are opened.
-      nbytes: of a stack that is reduced, at most.
+    `nbytes`: of a stack that is reduced, at most.
     """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:

@@ -36,13 +36,8 @@ def places(
 ) -> list[AutoPlace]:  # fmt: skip
     """Where each leaf rests.
 
-    Args:
-      who: the function that `auto_specs` were given to.
-      auto_specs: the option.
-      paths: of the leaves.
-      shapes: theirs.
-      sizes: names and sizes of the mesh's axes that are no data axes.
-      data_axes: names of the others.
+    `sizes`: names and sizes of the mesh's axes that are no data axes.
+    `data_axes`: names of the others.
 
     Raises:
       OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.

@@ -103,14 +103,7 @@ class RowsOf(NamedTuple):
 def extra_work(
     work: float, repeated: Sequence[Repeated], rows: Sequence[RowsOf], setting: Setting
 ) -> tuple[Extra, ...]:
-    """What is done more than once, and is worth a line.
-
-    Args:
-      work: flops of the step, each done once.
-      repeated: what is done more than once of it.
-      rows: of each argument that has some.
-      setting: the mesh, and how many microbatches.
-    """
+    """What is done more than once, and is worth a line."""
     ratios = defaultdict[str, float](lambda: 1)
     for x in rows:
         ratios[x.leaf] *= _padded(x) / x.size if x.size else 1

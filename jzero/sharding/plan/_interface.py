@@ -97,14 +97,7 @@ def interface_of(
 ) -> ProgramInterface:  # fmt: skip
     """The interface of a step with this optimizer program.
 
-    Args:
-      frame: the root frame.
-      links: which of its dims are sharded.
-      stage_axes: over which axes.
-      leaves: of the state; their variables are the first inputs.
-      arguments: how each other input is split.
-      batch_axes: into how many parts each data axis splits them, microbatches too.
-      update: the optimizer program.
+    `batch_axes`: into how many parts each data axis splits them, microbatches too.
     """
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     stored = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._tables import Tables
-from jzero.sharding.plan import _layout, _padding
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
@@ -168,7 +169,7 @@ def plan_from_shapes(
     every leaf that may turn out to be optimizer state is stored there; if parameters are stored there
     (`streams`), sharded ones are.
     """
-    left_replicated = _padding.left_replicated(stage_axes, leaves, [()] * len(leaves))
+    left_replicated = _left_replicated(stage_axes, leaves, [()] * len(leaves))
 
     def plan(i: int, leaf: StateLeaf) -> LeafPlan:
         dim, why = stage_axes.choose(leaf, (), i in left_replicated)
@@ -208,13 +209,7 @@ def plan_as_found(
 
     Leaves that are stored elsewhere, or as no stage stores them, move to the layout of `plan_from_shapes`.
 
-    Args:
-      leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
-      stored: how each is stored; None if it is not on this mesh.
-      stage_axes: the stage on the mesh.
-      automatic: names and sizes of the mesh's other axes.
-      frame: the step, analysed.
-      links: linked dims of the step.
+    `stored`: how each is stored; None if it is not on this mesh.
     """
     sizes = {**automatic, **dict(stage_axes.axes)}
     plans = []
@@ -264,13 +259,7 @@ def plan_leaves(
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
-    Args:
-      leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
-      feeds: whether each feeds the batch.
-      stage_axes: the stage on the mesh.
-      frame: the step, analysed.
-      links: linked dims of the step.
-      tables: in which it looks up rows, and the dims that all look-ups keep.
+    `tables`: in which it looks up rows, and the dims that all look-ups keep.
 
     Raises:
       OptionError: `sharding.full` matches no parameter.
@@ -278,7 +267,7 @@ def plan_leaves(
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [*map(_role, leaves, feeds)]
     looped = [links.looped_dims(frame, var) for var in variables]
-    left_replicated = _padding.left_replicated(stage_axes, leaves, looped)
+    left_replicated = _left_replicated(stage_axes, leaves, looped)
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
@@ -309,20 +298,20 @@ def _leaf_plan(
     gradient: StoredLayout = REPLICATED
     if role == PARAMETER and dim is not None and stage_axes.shard_axes:
         gradient = Shard(dim, stage_axes.shard_axes)
+    layout: StoredLayout = REPLICATED
+    num_shards, padding = leaf.parts, 0
     if dim is None or not axes:
         wanted = stage_axes.param_axes if role == PARAMETER else axes
         kept = f"Axes(replicate={stage_axes.full!r})" if dim is not None and wanted else why
         why = kept if wanted else ""
-        return LeafPlan(
-            *leaf[:4], role, REPLICATED, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
-            gradient=gradient, cuts=leaf.cuts,
-        )  # fmt: skip
-    num_shards = stage_axes.count(axes) * leaf.parts
-    size = leaf.shape[dim]
-    # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
-    padding = _layout.padded_size(size, stage_axes.count(stage_axes.shard_axes)) - size
+    else:
+        layout, why = Shard(dim, axes), ""
+        num_shards *= stage_axes.count(axes)
+        # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
+        num = stage_axes.count(stage_axes.shard_axes)
+        padding = _layout.padded_size(leaf.shape[dim], num) - leaf.shape[dim]
     return LeafPlan(
-        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding, uncut=leaf.uncut,
+        *leaf[:4], role, layout, num_shards, why, leaf.automatic, padding, uncut=leaf.uncut,
         gradient=gradient, cuts=leaf.cuts,
     )  # fmt: skip
 
@@ -346,3 +335,53 @@ def _role(leaf: StateLeaf, feeds_batch: bool) -> str:
     if feeds_batch:
         return PARAMETER if leaf.floating else OTHER
     return OPTIMIZER
+
+
+# -- leaves that are not worth padding ---------------------------------------------------------------------
+# Code outside of a step gathers a padded leaf to compute with it: padding must be worth that.
+WORTH_PADDING = 2**20  # bytes that are saved on each device
+# Leaves that are left replicated are at most this part of a device's model states.
+REPLICATED_SHARE = 100
+
+
+def _left_replicated(
+    stage_axes: StageAxes, leaves: Sequence[StateLeaf], looped: Sequence[Collection[int]]
+) -> set[int]:
+    """The indices of such leaves: the smallest ones not worth padding, up to `REPLICATED_SHARE`.
+
+    Leaves of one shape, such as a parameter and its moments, are decided together. Leaves that need padding
+    only because of loops, which are unknown before a step is traced, come last and do not change the decision
+    for others. With `Axes(min_shard_bytes=0)` there are none.
+    """
+    num = stage_axes.count(stage_axes.shard_axes)
+    if num == 1 or not stage_axes.min_bytes:
+        return set()
+    classes: defaultdict[Any, list[int]] = defaultdict(list)
+    saved: dict[Any, int] = defaultdict(int)
+    for i, (leaf, dims) in enumerate(zip(leaves, looped, strict=True)):
+        saves = _padding_saves(stage_axes, leaf, leaf.taken)
+        by_loops = saves is None
+        saves = _padding_saves(stage_axes, leaf, leaf.taken | set(dims)) if saves is None else saves
+        if saves is not None:
+            key = (by_loops, leaf.shape, leaf.automatic)
+            classes[key].append(i)
+            saved[key] = max(saved[key], saves)
+    nbytes = {key: sum(leaves[i].nbytes for i in members) for key, members in classes.items()}
+    # Every device has at least its share of every leaf.
+    left = sum(leaf.nbytes for leaf in leaves) // num // REPLICATED_SHARE
+    out: set[int] = set()
+    for key in sorted(classes, key=lambda key: (key[0], nbytes[key])):
+        if saved[key] < WORTH_PADDING and nbytes[key] <= left:
+            left -= nbytes[key]
+            out |= set(classes[key])
+    return out
+
+
+def _padding_saves(stage_axes: StageAxes, leaf: StateLeaf, avoid: Collection[int]) -> int | None:
+    """Bytes saved on each device; None for a leaf that needs no padding, or is not sharded at all."""
+    num = stage_axes.count(stage_axes.shard_axes)
+    dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
+    if dim is None or leaf.shape[dim] % num == 0 or stage_axes.is_small(leaf):
+        return None
+    size = leaf.shape[dim]
+    return leaf.nbytes - leaf.nbytes // size * (_layout.padded_size(size, num) // num)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
 from jzero.sharding.analysis._update_subgraphs import Names
-from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
+from jzero.sharding.plan import _host_memory, _layout, _leaves, _quantized_leaves, _trace
 from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
 from jzero.sharding.plan._interface import interface_of
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
@@ -67,11 +68,7 @@ def make_plan(
 ) -> tuple[StepPlan, Analysis]:  # fmt: skip
     """Decides where a step's values are stored, and what runs when.
 
-    Args:
-      local: what is partitioned of the step.
-      leaves: of its state.
-      setting: what the user gave.
-      stored: of an evaluation, how each leaf is stored.
+    `stored`: of an evaluation, how each leaf is stored.
 
     Raises:
       OptionError: an option that this step cannot obey.
@@ -84,9 +81,7 @@ def make_plan(
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
     links, layouts = _laid_out(frame, tables, leaves, setting, stored)
-    shared = DistributedStep(frame, {}, ())
-    if _distributes_updates(setting):
-        shared = _distribute_updates(frame, links, layouts, setting)
+    shared = _distributed(frame, links, layouts, setting)
     if shared.distributed:
         frame, whole = shared.frame, local.traced.whole
         if whole is not None:
@@ -98,8 +93,11 @@ def make_plan(
         links, layouts = _laid_out(frame, tables, leaves, setting, stored)
     backend = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
-    if options.comm.gather_dtype is not None or any(reduce_codes.values()):
-        layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.comm.gather_dtype)
+    gather_codes = options.comm.gather_dtype
+    if gather_codes is not None or any(reduce_codes.values()):
+        layouts = _quantized_leaves.quantize_sent(
+            layouts, frame, links, stage_axes, options.comm.gather_dtype
+        )
     placed, update = backend.store(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
@@ -128,7 +126,7 @@ def make_plan(
             options.freed_first,
             _loop_bytes(setting) if setting.evaluates else None,
             options.comm.tile_bytes,
-            options.comm.gather_dtype,
+            gather_codes,
             tuple(reduce_codes.items()),
         ),
         update=update,
@@ -156,7 +154,7 @@ def _laid_out(
     if setting.evaluates:
         options, automatic = setting.options, setting.automatic
         found = _leaves.plan_as_found(leaves, stored, stage_axes, automatic, frame, links)
-        return links, _weights.at_rest(
+        return links, _quantized_leaves.quantize_stored(
             found, stored, frame, options.weight_dtype, options.comm.tile_bytes
         )
     if setting.options.needs_masters:
@@ -165,22 +163,18 @@ def _laid_out(
     return links, _leaves.plan_leaves(leaves, feeds, stage_axes, frame, links, tables)
 
 
-def _distributes_updates(setting: Setting) -> bool:
-    """Whether updates may be distributed: all state is on the devices, and no other axis shards it."""
-    several = setting.stage_axes.count(setting.stage_axes.shard_axes) > 1
-    options = setting.options
-    here = not (options.offload.tier != DEVICE or options.offload.streams)
-    return several and here and not setting.evaluates and not setting.automatic
-
-
-def _distribute_updates(
+def _distributed(
     frame: Frame, links: Links, layouts: Sequence[LeafPlan], setting: Setting
 ) -> DistributedStep:
+    """The step with distributed updates, if all state is on the devices, and no other axis shards it."""
     axes = {axis: setting.axes[axis] for axis in setting.stage_axes.shard_axes}
+    options = setting.options
+    here = options.offload.tier == DEVICE and not options.offload.streams
+    if math.prod(axes.values()) == 1 or not here or setting.evaluates or setting.automatic:
+        return DistributedStep(frame, {}, ())
     params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
-    return distribute_updates(
-        frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params)
-    )
+    names = Names(tuple(leaf.path for leaf in layouts), params)
+    return distribute_updates(frame, links, axes, names)
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:

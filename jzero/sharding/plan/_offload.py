@@ -204,11 +204,8 @@ class Backend(abc.ABC):
     ) -> tuple[Leaves, OptimizerProgram]:
         """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
 
-        Args:
-          leaves: as they would rest on the devices.
-          frame: the root frame of the step.
-          mesh: on which it runs; it may be abstract.
-          stage_axes: over which data axes.
+        `leaves`: as they would rest on the devices.
+        `mesh`: on which it runs; it may be abstract.
 
         Raises:
           OptionError: the policies cannot be obeyed.
@@ -231,10 +228,6 @@ class Backend(abc.ABC):
     ) -> StepProgram:  # fmt: skip
         """What runs the plan on a mesh.
 
-        Args:
-          plan: to be obeyed.
-          analysis: the step.
-          mesh: on which it runs; it may be abstract.
-          shardings: where the leaves of the state rest, for JAX.
-          shared: with the step's other programs.
+        `mesh`: on which it runs; it may be abstract.
+        `shardings`: where the leaves of the state rest, for JAX.
         """

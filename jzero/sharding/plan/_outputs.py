@@ -23,11 +23,18 @@ def global_shapes(
     traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
     num_state: int, automatic: dict[str, int],
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
-    """Output shapes at the whole batch, asked only if some output may hold one entry per example."""
+    """Output shapes at the whole batch, to tell per-example outputs from replicated ones.
+
+    None if no output can be per-example, or the step cannot be traced so.
+    """
     outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
     if not any(axes and aval.shape for aval, axes in outs):
         return None
-    return _trace.global_shapes(flat_step, avals, axes, automatic)
+    try:
+        whole = _trace.trace_at_whole(flat_step, avals, axes, automatic)
+    except Exception:
+        return None
+    return [aval.shape for aval in whole.out_avals]
 
 
 def output_layouts(

@@ -101,15 +101,11 @@ def trace_whole(
 ) -> WholeBatch | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
-    Args:
-      flat_step: the step as a function of leaves.
-      avals: shapes of the leaves, whole.
-      specs: how each leaf is split over the data axes.
-      parts: into how many parts each of these axes splits it.
-      has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
-      mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
-      automatic: those that are no data axes.
-      is_named: the user has named the axis of the step's collectives.
+    `specs`: how each leaf is split over the data axes.
+    `parts`: into how many parts each of these axes splits it.
+    `has_masters`: also replace `p + (n - p)` by `n` (`_differences.py`).
+    `mesh_axes`: names and sizes of all axes of the mesh, which sharding constraints may name.
+    `is_named`: the user has named the axis of the step's collectives.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -170,11 +166,7 @@ def as_traced(
 
     Its jaxpr says what is rows; where it does not, a wrong guess costs time.
 
-    Args:
-      whole: the step.
-      axes: names (as the step uses them) and sizes of the data axes.
-      parts: into how many parts each of the mesh's data axes splits the batch.
-      of_several_dims: the axes do not all split the same dims.
+    `parts`: into how many parts each of the mesh's data axes splits the batch.
     """
     outvars = whole.jaxpr.outvars
     frame, every = whole_frame(whole, axes)
@@ -332,14 +324,9 @@ def trace_written(
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
 
-    Args:
-      flat_step: the step as a function of leaves.
-      avals: per-device shapes of the leaves.
-      varying: whether a leaf differs between devices.
-      keys: leaves that are PRNG keys to be folded with the device's index.
-      axes: names (as the step uses them) and sizes of the data axes.
-      has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
-      automatic: names and sizes of the mesh's other axes.
+    `avals`: per-device shapes of the leaves.
+    `varying`: whether a leaf differs between devices.
+    `keys`: leaves that are PRNG keys to be folded with the device's index.
 
     Raises:
       StepError: it names an axis that is no data axis.
@@ -428,18 +415,6 @@ def _check_axes(frame: Frame) -> None:
             "A step with collectives of its own may name the data axes only.",
             "Reduce that dim with jnp.sum, jnp.mean or jnp.max outside of the vmap.",
             things="collectives", shown=8))  # fmt: skip
-
-
-def global_shapes(
-    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
-    automatic: dict[str, int],
-) -> list[tuple[int, ...]] | None:  # fmt: skip
-    """Output shapes at the whole batch, to tell per-example outputs from replicated ones; None if unknown."""
-    try:
-        traced = trace_at_whole(flat_step, avals, axes, automatic)
-    except Exception:
-        return None
-    return [aval.shape for aval in traced.out_avals]
 
 
 def trace_at_whole(

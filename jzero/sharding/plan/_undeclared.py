@@ -44,11 +44,7 @@ def like_state(
     They are split, their floats have shapes that the state has, and they come back, computed of themselves,
     of the state and of another argument. A hidden state of a recurrent network may be all of this, by chance.
 
-    Args:
-      traced: the step.
-      state: its state, of shapes.
-      arrays: its arguments beside the state, of shapes, by name.
-      are_split: whether each of their leaves is, by its rows.
+    `are_split`: whether each of their leaves is, by its rows.
 
     Returns:
       For each, the numbers of the leaves of those results.
@@ -86,11 +82,8 @@ def independent(
 ) -> list[str]:
     """Which of these arguments nothing that the step returns like them is computed of.
 
-    Args:
-      traced: the step, as it is written.
-      inputs: what it takes, in the order of the jaxpr's inputs.
-      names: the arguments.
-      state: those that are state beyond doubt; a leaf of their new values is no update of another one.
+    `inputs`: what it takes, in the order of the jaxpr's inputs.
+    `state`: those that are state beyond doubt; a leaf of their new values is no update of another one.
     """
     flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     sources = _sources(flat, _owners(inputs))
@@ -144,9 +137,7 @@ def computed_anew(flow: Flow, led: Collection[str]) -> list[str]:
     one of another argument, as from an average of the parameters. Where the loss has a term of the parameters
     themselves, as weight decay is, gradients reach them too.
 
-    Args:
-      flow: of the step.
-      led: arguments that are its state beyond doubt.
+    `led`: arguments that are its state beyond doubt.
     """
     owners, reached = flow.owners, flow.reached
     leaves = [leaf for _, tree in flow.state for leaf in jax.tree.leaves(tree)]

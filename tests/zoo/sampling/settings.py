@@ -12,7 +12,7 @@ from jax import lax
 
 import jzero
 from jzero.sharding.passes import _quantize
-from jzero.sharding.plan import _wire
+from jzero.sharding.plan import _quantized_leaves
 
 from .._setting import Setting
 
@@ -88,6 +88,6 @@ def codes_that_round_nothing() -> Iterator[None]:
 
     with (
         mock.patch.multiple(_quantize, quantize=encode, dequantize=decode),
-        mock.patch.object(_wire, "LEAST", 0),
+        mock.patch.object(_quantized_leaves, "LEAST", 0),
     ):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters and gradients travel as codes of few bits, and why others do not."""
+"""Which leaves are quantized, stored or sent, and why others are exact."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jzero._errors import OptionError, message
 from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._product_reads import read_by_products
-from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.analysis._product_reads import read_by_products, read_through_views
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._stages import PARAMETER, StageAxes
 from jzero.tracing import _call
 from jzero.tracing._types import Var
@@ -25,17 +25,17 @@ WHO = _call.WHO
 LEAST = 2**14
 
 
-def in_codes(
+def quantize_sent(
     leaves: Sequence[LeafPlan], frame: Frame, links: Links, stage_axes: StageAxes,
     gather_codes: Blocks | None,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """The leaves, with what may be sent quantized, or the reason why a parameter may not.
 
-    A gathered copy that rests would keep what was rounded off. So new parameters travel as the difference to
-    it, and only if it has a master: then the next difference takes up the rest of this one.
+    A stored copy would keep what is rounded off. So new parameters are sent as the difference to it, and only
+    if they have a master: then the next difference takes up the rest of this one.
 
     Raises:
-      OptionError: parameters rest in copies, and none has a master.
+      OptionError: parameters are stored replicated, and none has a master.
     """
     products = read_by_products(frame, links)
     copies = gather_codes is not None and stage_axes.param_axes != stage_axes.shard_axes
@@ -88,3 +88,54 @@ def _has_master(frame: Frame, index: int) -> bool:
         if not any(frame.reads(eqn)):
             due += variables(eqn.invars)
     return True
+
+
+# -- evaluations: stored quantized -------------------------------------------------------------------------
+def quantize_stored(
+    leaves: Sequence[LeafPlan], stored: Sequence[StoredLeaf | None], frame: Frame, blocks: Blocks | None,
+    tile_bytes: int | None,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """The leaves as they are stored: quantized, if they are already, and with `blocks` those that may be.
+
+    Raises:
+      OptionError: a leaf is quantized in another format; or some are quantized, with `tile_bytes`.
+    """
+    found = [None if form is None or form.codes is None else form.codes.blocks for form in stored]
+    _check_format(leaves, found, blocks)
+    products = frozenset[str]()
+    if blocks is not None:
+        named = zip(frame.jaxpr.invars, leaves, strict=False)
+        products = read_through_views(frame, {var: leaf.path for var, leaf in named})
+    out = []
+    for leaf, codes in zip(leaves, found, strict=True):
+        if codes is None and blocks is not None and leaf.role == PARAMETER:
+            why = (
+                "XLA shards it over further axes"
+                if any(leaf.automatic)
+                else why_exact(leaf, products)
+            )
+            leaf, codes = dataclasses.replace(leaf, why_exact=why), None if why else blocks
+        out.append(leaf if codes is None else leaf.in_codes(codes))
+    coded = [leaf.path for leaf in out if leaf.codes]
+    if coded and tile_bytes is not None:
+        raise OptionError(message(
+            WHO, f"Comm(tile_bytes={tile_bytes}), and {coded[0]} is quantized",
+            "A quantized matrix is gathered as a whole: its blocks are not those of tiles.",
+            "Drop tile_bytes, or weight_dtype."))  # fmt: skip
+    return tuple(out)
+
+
+def _check_format(
+    leaves: Sequence[LeafPlan], found: Sequence[Blocks | None], blocks: Blocks | None
+) -> None:
+    bad = [
+        f"{leaf.path} is stored as {codes}"
+        for leaf, codes in zip(leaves, found, strict=True)
+        if blocks is not None and codes not in (None, blocks)
+    ]
+    if bad:
+        raise OptionError(message(
+            WHO, bad, f"weight_dtype={blocks} is what an evaluation reads; another format has rounded off "
+            "what this one would represent.",
+            "Drop weight_dtype to read the leaves as they are, or shard the original weights.",
+            shown=4))  # fmt: skip
