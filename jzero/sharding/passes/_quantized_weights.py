@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._blocks import Blocks
+from jzero.ir import _rules
+from jzero.ir._factors import with_size
 from jzero.ir._loops import Scan
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _quantize, _waits
@@ -25,13 +27,17 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class View(NamedTuple):
-    """What is done to a dequantized value: a 'cast' to a dtype, a 'transpose', 'squeeze' or 'slice'.
+    """A cast, transpose, squeeze or slice that waits until its operand is dequantized.
 
-    Of a slice `how` has starts, limits and strides; a limit of None is the end of the dim.
+    Attributes:
+      eqn: the equation; `dim` of its operand may have another size by then, as it may be gathered.
+      dim: the dim that the parts cut; None for a leaf that is whole.
+      result: which result, by number.
     """
 
-    name: str
-    how: Any
+    eqn: Eqn
+    dim: int | None
+    result: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,7 @@ class QuantizedRows:
     @property
     def moves(self) -> bool:
         """Whether views do more than cast."""
-        return any(view.name != "cast" for view in self.views)
+        return any(view.eqn.primitive.name != "convert_element_type" for view in self.views)
 
     def keeps(self, d: int) -> bool:
         """Whether a dim belongs to a row, or is the sharded one, which slices of a stack do not cut."""
@@ -139,8 +145,8 @@ class _Program:
             each, outer = self.quantized[atom], self.writer.source
             self.writer.source = _jaxpr.within_scope(outer, _waits.QUANTIZED)
             x = self._dequantized(dataclasses.replace(each, form=each.form.without_views()))
-            if each.form.views:
-                (x,) = self.writer.trace(_viewed, x, static=(each.form.views,))
+            for view in each.form.views:
+                x = self._viewed(x, view)
             self.writer.names[atom], self.writer.source = x, outer
         return self.writer.read(atom)
 
@@ -150,6 +156,17 @@ class _Program:
             rows = _waits.write_behind(self.writer, each.rows, tokens)
             (self.dequantized[each],) = self.writer.trace(_dequantized, rows, static=(each.form,))
         return self.dequantized[each]
+
+    def _viewed(self, x: Atom, view: View) -> Atom:
+        eqn, params = view.eqn, view.eqn.params
+        shapes = [out.aval.shape for out in eqn.outvars]
+        if view.dim is not None:
+            factor, size = _rules.factor_of(eqn, 0, view.dim), x.aval.shape[view.dim]
+            assert factor is not None, eqn
+            params = {**params, **factor.local(size, 1)}
+            shapes = [with_size(n, d or 0, size) for n, d in zip(shapes, factor.outs, strict=True)]
+        outs = [_jaxpr.var_like(x.aval, n) for x, n in zip(eqn.outvars, shapes, strict=True)]
+        return self.writer.clone(eqn, [x], outs, self.writer.source, params)[view.result]
 
     def _equation(self, writer: JaxprWriter, eqn: Eqn) -> None:
         first = None if not eqn.invars or _jaxpr.is_literal(eqn.invars[0]) else eqn.invars[0]
@@ -189,12 +206,17 @@ class _Program:
             return [self._gathered(writer, eqn, each)] if along else None
         if not form.moves and (rows := self._of_stack(writer, eqn, each)) is not None:
             return [rows]
-        views = _VIEWS[name](eqn, form.cut_dim) if name in _VIEWS else None
-        if views is None:
+        dims = _cut_dims(eqn, form.cut_dim) if name in _VIEWS else None
+        if dims is None:
             return None
         return [
-            _Rows(each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim))
-            for view, dim in views
+            _Rows(
+                each.rows,
+                dataclasses.replace(
+                    form, views=(*form.views, View(eqn, form.cut_dim, k)), dim_now=dim
+                ),
+            )
+            for k, dim in enumerate(dims)
         ]
 
     def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
@@ -329,74 +351,24 @@ class _Program:
 _INNER = {"scan": _Program.scan, "while": _Program.while_loop, "cond": _Program.cond}
 
 
-# -- what waits until rows are dequantized
-# ---------------------------------------------------------------------
-_Views = list[tuple[View, int | None]] | None  # and the dim that parts cut, behind each of them
+_VIEWS = frozenset({"convert_element_type", "transpose", "squeeze", "slice", "split"})
 
 
-def _cast(eqn: Eqn, dim: int | None) -> _Views:
-    (out,) = eqn.outvars
-    fits = jnp.issubdtype(out.aval.dtype, jnp.floating) and not out.aval.weak_type
-    return [(View("cast", str(out.aval.dtype)), dim)] if fits else None
-
-
-def _transpose(eqn: Eqn, dim: int | None) -> _Views:
-    order = tuple(eqn.params["permutation"])
-    return [(View("transpose", order), None if dim is None else order.index(dim))]
-
-
-def _squeeze(eqn: Eqn, dim: int | None) -> _Views:
-    gone = tuple(eqn.params["dimensions"])
+def _cut_dims(eqn: Eqn, dim: int | None) -> Sequence[int | None] | None:
+    """Of each result the dim that the parts cut; None if the view cannot wait until rows are dequantized."""
+    out = eqn.outvars[0].aval
+    casts = eqn.primitive.name == "convert_element_type"
+    if casts and (out.weak_type or not jnp.issubdtype(out.dtype, jnp.floating)):
+        return None
     if dim is None:
-        return [(View("squeeze", gone), None)]
-    return None if dim in gone else [(View("squeeze", gone), dim - sum(d < dim for d in gone))]
-
-
-def _slices(eqn: Eqn, dim: int | None) -> _Views:
-    shape, params = eqn.invars[0].aval.shape, eqn.params
-    if eqn.primitive.name == "split":
-        at, starts, limits = 0, list[list[int]](), list[list[int]]()
-        for size in params["sizes"]:
-            starts.append([at * (d == params["axis"]) for d in range(len(shape))])
-            limits.append([at + size if d == params["axis"] else n for d, n in enumerate(shape)])
-            at += size
-    else:
-        starts, limits = [[*params["start_indices"]]], [[*params["limit_indices"]]]
-    steps = params.get("strides") or [1] * len(shape)
-    found = list[tuple[View, int | None]]()
-    for first, last in zip(starts, limits, strict=True):
-        ends = [None if d == dim else end for d, end in enumerate(last)]
-        whole = dim is None or (first[dim], last[dim], steps[dim]) == (0, shape[dim], 1)
-        if not whole:
-            return None
-        found.append((View("slice", (tuple(first), tuple(ends), tuple(steps))), dim))
-    return found
-
-
-_VIEWS = {
-    "convert_element_type": _cast, "transpose": _transpose, "squeeze": _squeeze, "slice": _slices,
-    "split": _slices,
-}  # fmt: skip
+        return [None] * len(eqn.outvars)
+    factor = _rules.factor_of(eqn, 0, dim)
+    return None if factor is None or None in factor.outs else factor.outs
 
 
 # -- traced ------------------------------------------------------------------------------------------------
 def _dequantized(form: QuantizedRows, rows: jax.Array) -> jax.Array:
     return _quantize.dequantize_rows(rows, form.part, form.dim, form.dtype, form.blocks)
-
-
-def _viewed(views: tuple[View, ...], x: jax.Array) -> jax.Array:
-    for name, how in views:
-        if name == "cast":
-            x = x.astype(how)
-        elif name == "transpose":
-            x = x.transpose(how)
-        elif name == "squeeze":
-            x = lax.squeeze(x, how)
-        else:
-            starts, limits, steps = how
-            ends = [n if end is None else end for n, end in zip(x.shape, limits, strict=True)]
-            x = lax.slice(x, starts, ends, steps)
-    return x
 
 
 def _squeezed(dims: tuple[int, ...], rows: jax.Array) -> jax.Array:

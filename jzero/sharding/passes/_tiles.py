@@ -37,7 +37,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
-from jzero.sharding.passes._cuts import Tiles, cut
+from jzero.sharding.passes._cuts import Tiles, cut, read_range, shape_of_part, write_range
 from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -108,7 +108,7 @@ class _Cone:
         for eqn, factor in self.links:
             ins = [
                 made[x] if not _jaxpr.is_literal(x) and x in made
-                else _range(writer, read(x), start, size, dim, self.num_parts)
+                else read_range(writer, read(x), start, size, dim, self.num_parts)
                 for x, dim in zip(eqn.invars, factor.ins, strict=True)
             ]  # fmt: skip
             params = {**eqn.params, **factor.local(all_parts, 1)}
@@ -213,7 +213,7 @@ class _TilePlan:
         kept = [dim for dim, way in ways.items() if way[-1].factor.outs[0] is not None]
         # Of products that sum over what XLA cuts, it would sum up each tile's over its axes.
         ways = {dim: way for dim, way in ways.items() if dim in kept or dim not in parts}
-        shape = _of_a_place(whole.aval.shape, parts)
+        shape = shape_of_part(whole.aval.shape, parts)
         tiles = cut(shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)
         if tiles is None or tiles.dim not in ways:
             return None
@@ -234,7 +234,7 @@ class _TilePlan:
         return eqns[places[0] : places[-1] + 1], eqns[places[-1] + 1 :]
 
     def _is_small(self, x: Atom, itemsize: int, parts: Mapping[int, int]) -> bool:
-        return math.prod(_of_a_place(x.aval.shape, parts)) * itemsize <= self.nbytes
+        return math.prod(shape_of_part(x.aval.shape, parts)) * itemsize <= self.nbytes
 
     def _drop_unread(self) -> None:
         """Drops the equations that only gathered matrices of products that are now loops."""
@@ -322,7 +322,7 @@ class _TilePlan:
         itemsize = max([self.itemsize, *map(self._widest, terms)])
         if not terms or self._is_small(terms[0], itemsize, parts):
             return []
-        tiles = cut(_of_a_place(terms[0].aval.shape, parts), itemsize, sharded, self.nbytes)
+        tiles = cut(shape_of_part(terms[0].aval.shape, parts), itemsize, sharded, self.nbytes)
         if tiles is None:
             return []
         made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
@@ -449,7 +449,7 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
         return (
             here.add(lax.add_p, [total, y])[0]
             if dim is None
-            else _put(here, total, y, start, dim, cone.num_parts)
+            else write_range(here, total, y, start, dim, cone.num_parts)
         )
 
     def body(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
@@ -470,7 +470,7 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
-        return here.trace(row_major, _put(here, total, shard, start, dim, cone.num_parts))[0]
+        return here.trace(row_major, write_range(here, total, shard, start, dim, cone.num_parts))[0]
 
     def body(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         total, tile = carry
@@ -543,62 +543,6 @@ def _loop(
 
 def _added(writer: JaxprWriter, terms: Sequence[Atom]) -> Atom:
     return functools.reduce(lambda x, y: writer.add(lax.add_p, [x, y])[0], terms)
-
-
-def _range(
-    writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None, num_parts: int
-) -> Atom:  # fmt: skip
-    """`x[:, start : start + size]`, along `dim`, of each of its parts; all of it without a dim."""
-    if dim is None:
-        return x
-    shape, (x, dim) = (
-        with_size(x.aval.shape, dim, size * num_parts),
-        _in_parts(writer, x, dim, num_parts),
-    )
-    tile = with_size(x.aval.shape, dim, size)
-    if isinstance(start, int):
-        starts = with_size((0,) * len(tile), dim, start)
-        found = writer.slice(x, starts, with_size(tile, dim, start + size))
-    else:
-        out = _jaxpr.var_like(x.aval, tile)
-        (found,) = writer.add(
-            lax.dynamic_slice_p, [x, *_places(len(tile), start, dim)], [out], slice_sizes=tile
-        )
-    return found if shape == tile else writer.reshape(found, shape)
-
-
-def _put(
-    writer: JaxprWriter, whole: Atom, part: Atom, start: int | Var, dim: int, num_parts: int
-) -> Var:  # fmt: skip
-    """`whole.at[:, start : start + size].set(part)`, along `dim`, in each of its parts."""
-    at, shape = (
-        _jaxpr.scalar(start, np.int32) if isinstance(start, int) else start,
-        whole.aval.shape,
-    )
-    part, _ = _in_parts(writer, part, dim, num_parts)
-    whole, dim = _in_parts(writer, whole, dim, num_parts)
-    ins = [whole, part, *_places(whole.aval.ndim, at, dim)]
-    (new,) = writer.add(lax.dynamic_update_slice_p, ins, [_jaxpr.var_like(whole.aval)])
-    return new if new.aval.shape == shape else writer.reshape(new, shape)
-
-
-def _in_parts(writer: JaxprWriter, x: Atom, dim: int, num_parts: int) -> tuple[Atom, int]:
-    """`[n, d]` as `[n, q, d/q]`, if d has q Auto parts, and the dim that tiles then cut."""
-    if num_parts == 1:
-        return x, dim
-    shape = x.aval.shape
-    parts = (*shape[:dim], num_parts, shape[dim] // num_parts, *shape[dim + 1 :])
-    return writer.reshape(x, parts), dim + 1
-
-
-def _of_a_place(shape: Sequence[int], parts: Mapping[int, int]) -> list[int]:
-    """The shape of one Auto part of a value."""
-    return [size // parts.get(dim, 1) for dim, size in enumerate(shape)]
-
-
-def _places(ndim: int, start: Atom, dim: int) -> list[Atom]:
-    zero = _jaxpr.scalar(0, np.int32)
-    return [start if d == dim else zero for d in range(ndim)]
 
 
 def dtype_of_sum(eqn: Eqn) -> Any:
