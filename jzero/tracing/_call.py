@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,12 +162,9 @@ def batch_specs(
       BatchError: a spec that does not fit its leaf.
     """
     given, bad = list[P | None](), list[str]()
-    for name, tree in arrays.items():
-        leaves, treedef = jax.tree.flatten(tree)
-        overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
-        for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
-            bad += _unknown(path, leaf, overrides[i], axes) if overrides is not None else []
-            given.append(None if overrides is None else _in_order(overrides[i], axes))
+    for path, leaf, spec in _with_specs(arrays, specs):
+        bad += [] if spec is None else _unknown(path, leaf, spec, axes)
+        given.append(None if spec is None else _in_order(spec, axes))
     if bad:
         raise BatchError(message(
             WHO, bad, "A spec says which dims of an argument are split over the data axes.",
@@ -237,13 +234,10 @@ def argument_specs(
     """
     out: list[P] = []
     bad: list[str] = []
-    for name, tree in arrays.items():
-        leaves, treedef = jax.tree.flatten(tree)
-        overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
-        for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
-            spec = overrides[i] if overrides is not None else _default_spec(leaf, tuple(axes))
-            bad += _misfits(path, leaf, spec, axes, accumulate)
-            out.append(spec)
+    for path, leaf, given in _with_specs(arrays, specs):
+        spec = _default_spec(leaf, tuple(axes)) if given is None else given
+        bad += _misfits(path, leaf, spec, axes, accumulate)
+        out.append(spec)
     if bad:
         raise BatchError(message(
             WHO, bad, "Each device gets an equal part of every argument.",
@@ -257,6 +251,18 @@ def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     if not leaf.shape or is_single_key(leaf.dtype, leaf.shape):
         return P()
     return P(axes if len(axes) > 1 else axes[0])
+
+
+def _with_specs(
+    arrays: Mapping[str, Any], specs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, P | None]]:
+    """Every leaf of the arguments: its path, itself, and what `in_specs` says of it."""
+    for name, tree in arrays.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        given: list[P | None] = [None] * len(leaves)
+        if name in specs:
+            given = [*_broadcast_specs(name, specs[name], treedef)]
+        yield from zip(leaf_paths(tree, name), leaves, given, strict=True)
 
 
 def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:

@@ -26,21 +26,15 @@ def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     The differences stay, read by nobody.
     """
     makers: dict[_jaxpr.Var, _jaxpr.Eqn] = {}
-    new: dict[_jaxpr.Var, _jaxpr.Var] = {}
 
-    def renamed(atoms: list[_jaxpr.Atom]) -> list[_jaxpr.Atom]:
-        return [a if _jaxpr.is_literal(a) else new.get(a, a) for a in atoms]
-
-    eqns = []
-    for old in jaxpr.eqns:
-        eqn = old.replace(invars=renamed(old.invars))
+    def made_anew(eqn: _jaxpr.Eqn) -> list[_jaxpr.Var] | None:
         found = _sum(eqn, makers)
-        if found is None:
-            makers |= dict.fromkeys(eqn.outvars, eqn)
-            eqns.append(eqn)
-        else:
-            new[eqn.outvars[0]] = found
-    return jaxpr._replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+        if found is not None:
+            return [found]
+        makers.update(dict.fromkeys(eqn.outvars, eqn))
+        return None
+
+    return _rewrite.without(jaxpr, made_anew)
 
 
 def _sum(eqn: _jaxpr.Eqn, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Var | None:

@@ -11,7 +11,7 @@ import jax
 
 from jzero._errors import StepError, describe_leaf, message
 from jzero.tracing._held import Held
-from jzero.tracing._modules import is_made_by
+from jzero.tracing._modules import check_no_pmap
 from jzero.tracing._returned import Like
 
 WHO = "from_eqx"
@@ -80,7 +80,7 @@ def from_eqx(
     import equinox as eqx
 
     held = Held.of(WHO, train_step, values, named)
-    _refuse_pmap(train_step)
+    check_no_pmap(train_step, WHO)
     state, static = eqx.partition(held.values, _is_array)
     if not jax.tree.leaves(state):
         raise StepError(message(
@@ -97,13 +97,6 @@ def from_eqx(
     step_fn.__name__ = getattr(train_step, "__name__", "train_step")
     step_fn.__signature__ = held.signature  # type: ignore[attr-defined]
     return step_fn, state
-
-
-def _refuse_pmap(train_step: Callable[..., Any]) -> None:
-    if is_made_by("filter_pmap", train_step):
-        raise StepError(message(
-            WHO, "train_step was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
-            "Pass the function inside, and its axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
 
 
 def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[Any, Any]:

@@ -29,16 +29,21 @@ def is_made_by(transform: str, fn: Any) -> bool:
     return eqx is not None and isinstance(fn, type(getattr(eqx, transform)(lambda: None)))
 
 
+def check_no_pmap(step_fn: Any, who: str) -> None:
+    """Refuses what `eqx.filter_pmap` has made."""
+    if is_made_by("filter_pmap", step_fn):
+        raise StepError(message(
+            who, "the step was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
+            "Pass the function inside, with its axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
+
+
 def is_filtered(step_fn: Any) -> bool:
     """Whether `eqx.filter_jit` has made a function.
 
     Raises:
       StepError: `eqx.filter_pmap` has.
     """
-    if is_made_by("filter_pmap", step_fn):
-        raise StepError(message(
-            STEP, "step_fn was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
-            "Pass the function inside, with its axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
+    check_no_pmap(step_fn, STEP)
     return is_made_by("filter_jit", step_fn)
 
 

@@ -209,18 +209,29 @@ def without_unread(
     return kept
 
 
+def without(jaxpr: Flat, instead: Callable[[Eqn], Sequence[Atom] | None]) -> Flat:
+    """The jaxpr without the equations for whose results `instead` has other values; None keeps one."""
+    new, eqns = dict[Var, Atom](), list[Eqn]()
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=_renamed(eqn.invars, new))
+        found = instead(eqn)
+        if found is None:
+            eqns.append(eqn)
+        else:
+            new |= zip(eqn.outvars, found, strict=True)
+    return jaxpr._replace(outvars=_renamed(jaxpr.outvars, new), eqns=eqns)
+
+
 def without_repeats(jaxpr: Flat, may: Callable[[Eqn], bool]) -> Flat:
     """The jaxpr with one equation in the place of equal ones, where these `may`: they only compute."""
-    same, seen, eqns = dict[Var, Atom](), dict[Any, list[Var]](), list[Eqn]()
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=_renamed(eqn.invars, same))
-        if may(eqn) and (key := _what_it_computes(eqn)) is not None:
-            first = seen.setdefault(key, eqn.outvars)
-            if first is not eqn.outvars:
-                same |= zip(eqn.outvars, first, strict=True)
-                continue
-        eqns.append(eqn)
-    return jaxpr._replace(outvars=_renamed(jaxpr.outvars, same), eqns=eqns)
+    seen = dict[Any, list[Var]]()
+
+    def first(eqn: Eqn) -> list[Var] | None:
+        key = _what_it_computes(eqn) if may(eqn) else None
+        found = eqn.outvars if key is None else seen.setdefault(key, eqn.outvars)
+        return None if found is eqn.outvars else found
+
+    return without(jaxpr, first)
 
 
 def _what_it_computes(eqn: Eqn) -> Any:

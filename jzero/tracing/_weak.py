@@ -112,40 +112,26 @@ def _is_same(a: Jaxpr, a_consts: Sequence[Any], b: Jaxpr, b_consts: Sequence[Any
     def there(atom: Atom) -> Atom:
         return atom if _jaxpr.is_literal(atom) else env[atom]
 
-    bare, outs = _without_casts(second)
-    others = iter(bare)
+    bare = _rewrite.without(
+        second, lambda eqn: eqn.invars if _is_no_cast(eqn, eqn.invars) else None
+    )
+    others = iter(bare.eqns)
     for eqn in first.eqns:
-        if eqn.primitive.name == CAST and _is_none(eqn, there(eqn.invars[0])):
-            env[eqn.outvars[0]] = there(eqn.invars[0])
+        operands = [*map(there, eqn.invars)]
+        if _is_no_cast(eqn, operands):
+            (env[eqn.outvars[0]],) = operands
             continue
         other = next(others, None)
-        if other is None or not _is_alike(eqn, other, [*map(there, eqn.invars)]):
+        if other is None or not _is_alike(eqn, other, operands):
             return False
         env |= zip(eqn.outvars, other.outvars, strict=True)
-    return next(others, None) is None and all(map(_is_one, map(there, first.outvars), outs))
+    return next(others, None) is None and all(map(_is_one, map(there, first.outvars), bare.outvars))
 
 
-def _is_none(cast: Eqn, operand: Atom) -> bool:
-    """Whether it casts nothing, of what the operand is."""
-    is_plain = cast.params.get("sharding") is None
-    return bool(is_plain and operand.aval.dtype == cast.outvars[0].aval.dtype)
-
-
-def _without_casts(flat: _rewrite.Flat) -> tuple[list[Eqn], list[Atom]]:
-    """Equations and results without the casts to the type that a value has."""
-    new: dict[Var, Atom] = {}
-
-    def read(atom: Atom) -> Atom:
-        return atom if _jaxpr.is_literal(atom) else new.get(atom, atom)
-
-    eqns = []
-    for old in flat.eqns:
-        eqn = old.replace(invars=[*map(read, old.invars)])
-        if eqn.primitive.name == CAST and _is_none(eqn, eqn.invars[0]):
-            new[eqn.outvars[0]] = eqn.invars[0]
-        else:
-            eqns.append(eqn)
-    return eqns, [*map(read, flat.outvars)]
+def _is_no_cast(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    """Whether it casts its operand to the type that it has."""
+    plain = eqn.primitive.name == CAST and eqn.params.get("sharding") is None
+    return bool(plain and operands[0].aval.dtype == eqn.outvars[0].aval.dtype)
 
 
 def _is_alike(eqn: Eqn, other: Eqn, operands: Sequence[Atom]) -> bool:
