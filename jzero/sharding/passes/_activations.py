@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward pass keeps for its backward pass waits in pinned memory of the host.
+"""Activation offload: residuals of a forward pass are copied to pinned host memory and fetched backward.
 
-A stack of what a loop's iterations make is made there, slice by slice, and backward loops fetch slice by
-slice. A value leaves when it is made; the forward pass goes on with the device's copy, and the backward pass
-fetches the host's where it first reads it::
+A value is copied when it is made. The forward pass goes on with the device's copy, and the backward pass
+fetches the host's where it first reads it. A loop writes its stack of residuals to the host slice by slice,
+and the backward loop fetches it slice by slice::
 
     for x in xs: carry, ys = body(x)       ->  for x in xs: carry, to_host(ys) = body(x)
     for y in ys: carry = transposed(y)     ->  for y in ys: carry = transposed(to_device(y))
 
-The pass `prefetch` then has an iteration fetch for the next one, and finds values the places where they come
-back.
+The pass `prefetch` then makes an iteration fetch for the next one, and places all other fetches.
 """
 
 from __future__ import annotations

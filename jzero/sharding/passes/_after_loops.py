@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behind a loop that gathers nothing starts before it is over, its last iteration included."""
+"""Nothing that gathers starts before the loop in front of it, and its peeled last iteration, are done."""
 
 from __future__ import annotations
 

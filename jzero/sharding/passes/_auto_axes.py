@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives beside mesh axes over which XLA shards: each place along these moves its own part.
+"""Collectives over data axes beside Auto mesh axes: each device along these moves only its own part.
 
 Left alone, XLA would first gather over its axes what is gathered or reduced over the data axes. So such a
 collective becomes a `shard_map` over XLA's axes, too, in which it moves a part::

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How XLA shards the values of a program over further mesh axes, guessed from leaves and from constraints.
+"""How XLA shards the values of a program over Auto axes, guessed from leaves and constraints.
 
 A wrong guess costs traffic, and no more: it says only by which parts a value is moved.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value by the parts into which XLA cuts it over further mesh axes: dims of their own, before all others.
+"""A value split into its shards over Auto axes: dims of their own, before all others.
 
 What is made of each part alone, as rows of codes are, is then moved part by part: `[n, d]` in two parts
 along d is `[2, n, d/2]`, codes of it are `[2, bytes]`, and no place needs what the others have.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large gradient of which a part is there before a loop is reduced in parts, that one before the loop.
+"""Splits the reduction of a large gradient: terms that are made before a loop are reduced before it.
 
-Of a table that is read before the layers and behind them, the part that the logits make would wait, whole,
-through the backward loop for the part that the look-up makes. One more reduction moves as many bytes again.
+The gradient of an embedding table with tied weights has a term from the logits, made before the backward
+loop, and one from the look-up, made after it. Otherwise the first would wait, unreduced, through the loop.
+The price is one more reduction of as many bytes.
 """
 
 from __future__ import annotations

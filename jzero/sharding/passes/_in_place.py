@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step gathers to return it goes into the argument in whose place it stays, in slices.
+"""Gathers large results of a step slice by slice, into the donated arguments whose buffers they take.
 
-XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such gathers
-of an update together: a second copy of all parameters is alive at once.
+XLA gathers along any dim but the first into another layout than that of stored arrays, and starts all such
+gathers of an update together: a second copy of all parameters would be alive at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two products with one cotangent runs first, where the matrix is large: that with the matrix.
+"""Orders a large matrix's backward products: its input's gradient first, which frees the gathered matrix.
 
 Of `y = x @ w`, JAX's AD writes the gradient of `w [n, d]`, `x.T @ ct`, before that of `x`, `ct @ w.T`. In
-that order both the gathered matrix and its whole gradient are there; in the other one the matrix is gone
+that order the gathered matrix and its whole gradient are alive together; in the other one the matrix is freed
 before its gradient is made. Its gather waits for the cotangent: what a loss makes of logits is as large.
 """
 

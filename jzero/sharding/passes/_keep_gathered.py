@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One gather of a leaf for all passes: before the loops whose iterations gather slices of it, and once.
+"""Gathers each leaf once for forward and backward pass; stacks before the loops that slice them.
 
-What is gathered stays on the devices until its last use, through the forward and the backward pass.
+FSDP2 calls it `reshard_after_forward=False`: gathered parameters stay until their last use.
 """
 
 from __future__ import annotations

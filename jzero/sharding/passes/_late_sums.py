@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over the devices that is only added to others is done once, of what is added up.
+"""Sums over devices that are only added up: accumulated on each device, and reduced once.
 
-No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what
-all layers read (a bias by position) is cast to its dtype in each iteration: the iterations add up what is to
-be summed. The gradients of a table that is read twice are cast and added. Both are added in the wider dtype,
-and the result goes as each of them would; large ones are summed apart.
+A value stays partial through everything but a cast to another dtype, so the partitioner leaves two cases.
+The gradient of what all layers read (a bias by position) is reduced and cast in each iteration, and then
+added to a carry. The gradients of a table that is read twice are reduced, cast and added. Here both are added
+in the wider dtype and reduced in the narrower one; large ones are still reduced apart.
 """
 
 from __future__ import annotations

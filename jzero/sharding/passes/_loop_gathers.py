@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers of what a loop of an evaluation closes over: before the loop, or in each iteration.
+"""Hoists gathers of what an evaluation's loops close over, as far as there is memory for it.
 
-If it has no room before the loop, the compiler shall not put it there: its gathers wait for something of the
-iteration.
+Where there is too little memory, the gathers wait for a value of the iteration, so that the compiler cannot
+hoist them either.
 """
 
 from __future__ import annotations

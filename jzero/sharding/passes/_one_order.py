@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for CPUs: no collective starts before a loop with collectives in front of it is over."""
+"""For CPUs: a collective starts only after the loops with collectives in front of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions in the order in which their gradients are made: each group waits for the one before."""
+"""Orders gradient reductions in groups: each group waits for the one before."""
 
 from __future__ import annotations
 

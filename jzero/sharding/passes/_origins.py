@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the values of one device's program come from: rows of the batch, a backward pass, the state."""
+"""Dataflow facts for passes: which values differ by their rows, are gradients, or views of arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers ahead of their use: of a loop over layers in the iteration before, of all else by so many bytes.
+"""Prefetches gathers: loops over layers gather one iteration ahead, everything else by so many bytes.
 
 `prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = body(carry, gather(x))`::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as rows of bytes, and back: codes of few bits, then the scales of their blocks.
+"""Block quantization: floats as rows of bytes (codes of few bits, then the blocks' scales), and back.
 
 One row is one value, so that one collective moves codes and scales, and no compiler widens them on the way.
 

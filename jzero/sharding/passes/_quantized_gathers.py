@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters gathered quantized to few bits: quantized, gathered as rows of bytes, dequantized.
+"""Quantized all-gathers of parameters: quantize the shard, gather rows of bytes, dequantize.
 
-What only passes read is gathered so. What is derived only from parameters, or is read as a whole by an
-update, stays exact.
+Only what forward and backward passes read is quantized. Values that derive from parameters alone, and
+matrices that an update reads whole, stay exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients reduced quantized to few bits: a stage over each mesh axis, of rows of bytes that are exchanged.
+"""Quantized gradient reductions: for each mesh axis one stage, an all-to-all of rows of bytes and a sum.
 
-A stage cuts what a device has into a part for each device of the axis, quantizes and exchanges the parts, and
-sums up what came.
+A stage splits a device's gradient into a part for each device of the axis, quantizes and exchanges the parts,
+and sums the received ones in float32.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients summed over the devices in another dtype than that in which the step has them."""
+"""Casts gradients to a communication dtype around their sums over the devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective waits for: an optimization barrier on elements of values that are computed before it."""
+"""Barriers by which a collective waits for earlier values, and predicates that passes share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts and small reductions of what a loop stacks, once behind it: of the whole stack, not of each slice.
+"""Moves casts and small reductions of a loop's stacked results behind it: once for the whole stack.
 
-A step that widens each layer's gradient in its loop holds a stack that is twice as large as what was reduced.
-And the gradient of a vector, reduced in each iteration, takes a latency of its own if nothing there has its
-dtype.
+A step that casts each layer's gradient to float32 in its loop stacks twice the bytes that it reduced. And the
+gradient of a vector, reduced in each iteration, takes a latency of its own if no other one has its dtype.
 """
 
 from __future__ import annotations
