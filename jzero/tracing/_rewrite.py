@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jzero.tracing import _jaxpr
 from jzero.tracing._jaxpr import Atom, Eqn, Jaxpr, Var
@@ -120,74 +119,29 @@ def excerpt(
     return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
 
 
-def function_of(
-    eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Atom]
-) -> Callable[..., list[jax.Array]]:
-    """Some equations, in their order, as a function of what they read: it returns what is wanted."""
-
-    def run(*args: jax.Array) -> list[jax.Array]:
-        env = dict(zip(reads, args, strict=True))
-
-        def read(atom: Atom) -> jax.Array:
-            return _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else env[atom]
-
-        for eqn in eqns:
-            bind = _LOOPS.get(eqn.primitive.name, _jaxpr.bind)
-            with _jaxpr.source_of(eqn):
-                env |= zip(eqn.outvars, bind(eqn, *map(read, eqn.invars)), strict=True)
-        return [read(atom) for atom in gives]
-
-    return run
-
-
-def _body(jaxpr: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[jax.Array]]:
-    inner = function_of(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
-    return lambda *args: inner(*map(_jaxpr.constant, consts), *args)
-
-
-def _scan(eqn: Eqn, *args: jax.Array) -> list[jax.Array]:
-    parts = _jaxpr.scan_parts(eqn)
-    turn, end = _body(parts.body, parts.body_consts), parts.num_consts + parts.num_carry
-    consts, init, xs = args[: parts.num_consts], [*args[parts.num_consts : end]], [*args[end:]]
-
-    def body(carry: list[jax.Array], x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        outs = turn(*consts, *carry, *x)
-        return outs[: parts.num_carry], outs[parts.num_carry :]
-
-    carry, ys = lax.scan(body, init, xs, parts.length, parts.reverse, parts.unroll)
-    return [*carry, *ys]
-
-
-def _while(eqn: Eqn, *args: jax.Array) -> list[jax.Array]:
-    parts = _jaxpr.while_parts(eqn)
-    num, end = parts.num_cond_consts, parts.num_cond_consts + parts.num_body_consts
-    goes_on, turn = _body(parts.cond, parts.cond_consts), _body(parts.body, parts.body_consts)
-    return lax.while_loop(
-        lambda carry: goes_on(*args[:num], *carry)[0],
-        lambda carry: turn(*args[num:end], *carry),
-        [*args[end:]],
-    )
-
-
-def _cond(eqn: Eqn, index: jax.Array, *args: jax.Array) -> list[jax.Array]:
-    branches = [_body(*branch) for branch in _jaxpr.cond_parts(eqn)]
-    return lax.switch(index.astype(jnp.int32), branches, *args)
-
-
-# With bodies that jzero put together, which JAX does not take as its own.
-_LOOPS: dict[str, Callable[..., list[jax.Array]]] = {"scan": _scan, "while": _while, "cond": _cond}
-
-
-def _abstract(var: Var) -> jax.ShapeDtypeStruct:
-    aval = var.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
 def boxed(eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Var]) -> Eqn:
     """One call in the place of some equations."""
-    run = jax.jit(function_of(eqns, reads, gives))
-    (call,) = _jaxpr.trace_here(run, *map(_abstract, reads)).jaxpr.eqns
-    return call.replace(invars=[*reads], outvars=[*gives], source_info=eqns[0].source_info)
+    new = {var: _jaxpr.new_var(var) for var in [*reads, *(x for eqn in eqns for x in eqn.outvars)]}
+    body = [
+        eqn.replace(invars=_renamed(eqn.invars, new), outvars=[new[x] for x in eqn.outvars])
+        for eqn in eqns
+    ]
+
+    def within(inner: Jaxpr) -> Jaxpr:
+        return _jaxpr.replaced(
+            inner, invars=[new[x] for x in reads], outvars=[new[x] for x in gives], eqns=body,
+            effects=_jaxpr.effects_of(body), debug_info=inner.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+    # A call of as many values of the same types, whose body then is another.
+    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (*reads, *gives)]
+    run = jax.jit(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types[len(reads) :]])
+    (call,) = _jaxpr.trace_here(run, *types[: len(reads)]).jaxpr.eqns
+    call = _jaxpr.with_inner(call, within)
+    return call.replace(
+        invars=[*reads], outvars=[*gives], effects=_jaxpr.effects_of(body),
+        source_info=eqns[0].source_info,
+    )  # fmt: skip
 
 
 def without_unread(
