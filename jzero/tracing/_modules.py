@@ -127,9 +127,6 @@ class Filtered:
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         return [(Step(""), self.arrays)], self.static
 
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        return (self.arrays,), self.static
-
     def as_given(self) -> Any:
         """What the step returned, as it returned it."""
         return self.static.whole(as_given(self.arrays))

@@ -81,9 +81,6 @@ class Mutated:
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], Any]:
         return [(Step(""), self.state), (Step(""), self.result)], self.graphdef
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        return (self.state, self.result), self.graphdef
-
     @classmethod
     def tree_unflatten(cls, graphdef: Any, children: Any) -> Mutated:
         state, result = children

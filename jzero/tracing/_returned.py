@@ -30,9 +30,6 @@ class Returned:
     def __init__(self, nodes: Sequence[Any], places: tuple[int, ...], tree: Any):
         self.nodes, self.places, self.tree = nodes, places, tree
 
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple[Any, ...]]:
-        return self.nodes, (self.places, self.tree)
-
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], tuple[Any, ...]]:
         """With the paths that the nodes have in what the step returned."""
         paths = _call.structure_paths(self.tree, "")

@@ -15,6 +15,7 @@ like any other, and any program that does not distribute it runs it as one.
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -335,19 +336,15 @@ def _with_calls(frame: Frame, calls: Sequence[UpdateCall]) -> Frame:
 
 def _topological(waits: Mapping[int, set[int]]) -> list[int] | None:
     """Topological order of nodes, the smallest first among several; None if there is a cycle."""
-    after: dict[int, list[int]] = {node: [] for node in waits}
-    for node, before in waits.items():
-        for other in before:
-            after[other].append(node)
-    left = {node: len(before) for node, before in waits.items()}
-    ready = [node for node, num in left.items() if not num]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for other in after[node]:
-            left[other] -= 1
-            if not left[other]:
-                heapq.heappush(ready, other)
-    return order if len(order) == len(waits) else None
+    sorter = graphlib.TopologicalSorter(waits)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return None
+    order, ready = list[int](), list[int]()
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heapq.heappush(ready, node)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return order

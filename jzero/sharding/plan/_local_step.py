@@ -241,7 +241,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         for dim, names in enumerate(map(_call.spec_axes, spec))
         if names
     ]
-    traced = _trace.as_traced(batch, axes, parts, split.are_of_several_dims)
+    traced = _trace.analysed(batch, axes, parts, split.are_of_several_dims)
     return LocalStep(
         traced,
         tuple(given),

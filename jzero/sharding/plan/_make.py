@@ -20,7 +20,14 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
 from jzero.sharding.analysis._update_subgraphs import Names
-from jzero.sharding.plan import _host_memory, _layout, _leaves, _quantized_leaves, _trace
+from jzero.sharding.plan import (
+    _auto_specs,
+    _host_memory,
+    _layout,
+    _leaves,
+    _quantized_leaves,
+    _trace,
+)
 from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
 from jzero.sharding.plan._interface import interface_of
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
@@ -45,8 +52,10 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
     """What the plan needs to know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
-    shapes, data_axes = [leaf.shape for leaf in leaves], setting.axis_names
-    places = setting.options.places(paths, shapes, setting.automatic, data_axes)
+    options, shapes = setting.options, [leaf.shape for leaf in leaves]
+    places = _auto_specs.places(
+        options.who, options.axes.auto_specs, paths, shapes, setting.automatic, setting.axis_names
+    )
     return [
         StateLeaf(
             path,
@@ -109,7 +118,7 @@ def make_plan(
         stage_axes=stage_axes,
         automatic=tuple(setting.automatic),
         step_axes=tuple(setting.step_axes.items()),
-        reductions=local.traced.reductions,
+        reductions=_trace.WHOLE if is_whole else _trace.WRITTEN,
         leaves=placed,
         arguments=local.specs,
         outputs=local.outputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jzero._blocks import Blocks
@@ -13,8 +13,6 @@ from jzero._errors import MeshError, OptionError, message
 from jzero._given_fields import make_int
 from jzero._option_groups import Axes, Comm, Microbatches, blocks_of
 from jzero._policy import NoOffload, PinnedHost
-from jzero.sharding.plan import _auto_specs
-from jzero.sharding.plan._auto_specs import AutoPlace
 from jzero.sharding.plan._offload import Backend
 from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
@@ -125,17 +123,6 @@ class Options:
         least = self.axes.min_shard_bytes
         least = MIN_SHARD_BYTES if least is None else least
         return StageAxes(tuple(axes.items()), params, order, least, self.axes.replicate)
-
-    def places(
-        self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int],
-        data_axes: Sequence[str],
-    ) -> list[AutoPlace]:  # fmt: skip
-        """How each leaf rests over the mesh's other axes, which have these sizes.
-
-        Raises:
-          OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
-        """
-        return _auto_specs.places(self.who, self.axes.auto_specs, paths, shapes, sizes, data_axes)
 
     @property
     def not_of_several_dims(self) -> list[str]:

@@ -79,16 +79,14 @@ class TracedStep:
         inputs are the state's leaves, then the other arguments'.
       out_tree: the tree of what the step returned.
       out_avals: shapes and dtypes of the leaves, as the frame has them.
-      reductions: 'whole batch' or 'written'.
       outputs: of a whole-batch step, how each of its outputs is split over the data axes.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
-      whole: of a whole-batch step, as it was traced.
+      whole: of a whole-batch step, as it was traced; None of one with collectives of its own.
     """
 
     frame: Frame
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
-    reductions: str
     outputs: tuple[P, ...] = ()
     of_rows: tuple[bool, ...] = ()
     whole: WholeBatch | None = None
@@ -159,7 +157,7 @@ def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
     ))  # fmt: skip
 
 
-def as_traced(
+def analysed(
     whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], of_several_dims: bool
 ) -> TracedStep:  # fmt: skip
     """A whole-batch step, to be partitioned.
@@ -177,9 +175,7 @@ def as_traced(
          for axes, each in found.items()} for x in outvars
     ]  # fmt: skip
     outputs = [_spec_of(own, x.aval.shape, parts) for own, x in zip(dims, outvars, strict=True)]
-    return TracedStep(
-        frame, whole.out_tree, whole.out_avals, WHOLE, tuple(outputs), tuple(of_rows), whole
-    )
+    return TracedStep(frame, whole.out_tree, whole.out_avals, tuple(outputs), tuple(of_rows), whole)
 
 
 def _dims_by_axis(
@@ -345,7 +341,7 @@ def trace_written(
         jaxpr = without_differences(jaxpr)
     frame = _frames.build_frames(jaxpr, consts, in_varying)
     _check_axes(frame)
-    return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+    return TracedStep(frame, traced.out_tree, traced.out_avals)
 
 
 def trace_on_device(
