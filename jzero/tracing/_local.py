@@ -90,10 +90,9 @@ def groups(
             ]
         outs = jax.vmap(one, in_axes=tuple(dims))(*parts)
 
-        def merged(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
+        def merged(name: str, dim: int | None, y: jax.Array) -> jax.Array:
             if dim is None:
                 return y
-            name = "output" + jax.tree_util.keystr(path)
             d = _checked(who, name, dim, y.shape[1:], y.dtype)
             if y.shape[1 + d] != size // n:
                 leaf = describe_leaf(name, y.shape[1:], y.dtype)
@@ -105,11 +104,8 @@ def groups(
             y = jnp.moveaxis(y, 0, d)
             return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
 
-        results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
-        out_dims = _spread(who, "out_axes", out_axes, outs)
         with jax.named_scope(_jaxpr.GROUPS):
-            found = [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
-        return jax.tree.unflatten(out_tree, found)
+            return _each_result(who, merged, out_axes, outs)
 
     return grouped
 
@@ -176,8 +172,7 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
             found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
             outs = jax.tree.unflatten(traced.out_tree, found)
 
-            def left(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
-                name = "output" + jax.tree_util.keystr(path)
+            def left(name: str, dim: int | None, y: jax.Array) -> jax.Array:
                 if dim is None or y.shape[_checked(who, name, dim, y.shape, y.dtype)] != size:
                     leaf = describe_leaf(name, y.shape, y.dtype)
                     raise BatchError(message(
@@ -186,10 +181,7 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
                         "Reduce over rows outside of fn, or name their dim in out_axes."))  # fmt: skip
                 return _jaxpr.marked_rows(y, dim % y.ndim, enters=False)
 
-            results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
-            out_dims = _spread(who, "out_axes", out_axes, outs)
-            found = [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
-        return jax.tree.unflatten(out_tree, found)
+            return _each_result(who, left, out_axes, outs)
 
     return promised
 
@@ -260,6 +252,17 @@ def _traced(who: str, fn: Callable[..., Any], arrays: Any) -> _jaxpr.Traced:
             "It is traced by itself, so that what it closes over is known.",
             "Keep the callback, FFI call or kernel in fn, and call the module outside of it.",
         )) from error  # fmt: skip
+
+
+def _each_result(
+    who: str, fn: Callable[[str, int | None, jax.Array], jax.Array], out_axes: Any, outs: Any
+) -> Any:
+    """`fn(name, dim of its rows, result)` of each result, in their tree."""
+    results, tree = jax.tree_util.tree_flatten_with_path(outs)
+    dims = _spread(who, "out_axes", out_axes, outs)
+    pairs = zip(results, dims, strict=True)
+    found = [fn("output" + jax.tree_util.keystr(path), dim, y) for (path, y), dim in pairs]
+    return jax.tree.unflatten(tree, found)
 
 
 def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int | None], int]:

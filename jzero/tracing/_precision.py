@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jzero._errors import StateError, message
@@ -205,12 +206,12 @@ def _bits(shape: tuple[int, ...], seed: int, count: jax.Array, leaf: int) -> jax
     index = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    start = _mix(_mix(count.astype(jnp.uint32) ^ jnp.uint32(seed % 2**32)) + jnp.uint32(leaf))
-    return _mix(_mix(index * jnp.uint32(0x9E3779B9) ^ start) + start)
+    start = mix(mix(count.astype(jnp.uint32) ^ jnp.uint32(seed % 2**32)) + jnp.uint32(leaf))
+    return mix(mix(index * jnp.uint32(0x9E3779B9) ^ start) + start)
 
 
-def _mix(word: jax.Array) -> jax.Array:
-    """MurmurHash3's finalizer: every bit of the input changes every bit of the output half the time."""
+def mix(word: jax.Array) -> jax.Array:
+    """MurmurHash3's finalizer (Appleby, 2011): each input bit changes each output bit half the time."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        word = (word ^ (word >> shift)) * jnp.uint32(factor)
+        word = (word ^ (word >> shift)) * np.uint32(factor)
     return word ^ (word >> 16)

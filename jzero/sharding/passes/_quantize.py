@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jzero._blocks import Blocks
+from jzero.tracing._precision import mix
 
 
 def quantize(x: jax.Array, blocks: Blocks) -> jax.Array:
@@ -142,9 +143,5 @@ def _uniform(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     blocks, inside = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (1, 2))
     places = blocks * np.uint32(x.shape[2]) + inside
-    # The finalizer of MurmurHash3 (Appleby, 2011).
-    mixed = bits ^ (places * np.uint32(0x9E3779B9))
-    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
-    mixed ^= mixed >> 16
+    mixed = mix(bits ^ (places * np.uint32(0x9E3779B9)))
     return ((mixed >> 8).astype(jnp.float32) * np.float32(2.0**-24)).astype(x.dtype)

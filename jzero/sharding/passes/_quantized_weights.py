@@ -81,7 +81,7 @@ class QuantizedRows:
     @property
     def moves(self) -> bool:
         """Whether views do more than cast."""
-        return any(view.eqn.primitive.name != "convert_element_type" for view in self.views)
+        return any(view.eqn.primitive.name != _CAST for view in self.views)
 
     def keeps(self, d: int) -> bool:
         """Whether a dim belongs to a row, or is the sharded one, which slices of a stack do not cut."""
@@ -160,7 +160,9 @@ class _Program:
     def _viewed(self, x: Atom, view: View) -> Atom:
         eqn, params = view.eqn, view.eqn.params
         shapes = [out.aval.shape for out in eqn.outvars]
-        if view.dim is not None:
+        if eqn.primitive.name == _CAST:  # The value may have become a slice of a stack since.
+            shapes = [x.aval.shape]
+        elif view.dim is not None:
             factor, size = _rules.factor_of(eqn, 0, view.dim), x.aval.shape[view.dim]
             assert factor is not None, eqn
             params = {**params, **factor.local(size, 1)}
@@ -351,14 +353,16 @@ class _Program:
 _INNER = {"scan": _Program.scan, "while": _Program.while_loop, "cond": _Program.cond}
 
 
-_VIEWS = frozenset({"convert_element_type", "transpose", "squeeze", "slice", "split"})
+_CAST = "convert_element_type"
+_VIEWS = frozenset({_CAST, "transpose", "squeeze", "slice", "split"})
 
 
 def _cut_dims(eqn: Eqn, dim: int | None) -> Sequence[int | None] | None:
     """Of each result the dim that the parts cut; None if the view cannot wait until rows are dequantized."""
     out = eqn.outvars[0].aval
-    casts = eqn.primitive.name == "convert_element_type"
-    if casts and (out.weak_type or not jnp.issubdtype(out.dtype, jnp.floating)):
+    if eqn.primitive.name == _CAST and (
+        out.weak_type or not jnp.issubdtype(out.dtype, jnp.floating)
+    ):
         return None
     if dim is None:
         return [None] * len(eqn.outvars)
