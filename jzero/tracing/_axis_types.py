@@ -2,7 +2,7 @@
 """Explicit mesh axes are taken as Auto: `jax.make_mesh` makes Explicit ones, and a step speaks of none.
 
 [Note: Explicit axes] jzero plans and runs on meshes of Auto axes alone: what is Explicit is replaced once, by
-the same devices with Auto axes. Where no mesh is current, all that comes back lies on that mesh, and plain
+the same devices with Auto axes. Where no mesh is current, all results are on that mesh, and plain
 `jnp` takes it. Under `jax.set_mesh` of Explicit axes JAX takes arrays of Explicit axes alone: there a call's
 arrays are taken as views on the Auto mesh, it runs under that one, and what it returns comes back as views on
 the user's. A view shares the memory of its array, and is consumed with it. NNX objects hold the views for as
@@ -35,7 +35,7 @@ def with_auto_axes(mesh: Any) -> Any:
 
 
 def explicit_mesh(values: Iterable[Any]) -> AbstractMesh:
-    """The mesh that is current, or that of Explicit axes over which one of these values of a trace lies."""
+    """The mesh that is current, or that of Explicit axes over which one of these traced values is sharded."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in values)]
     return next((mesh for mesh in meshes if explicit_axes(mesh)), meshes[0])
 

@@ -962,7 +962,7 @@ def result_types(primitive: Any, ins: Sequence[Atom], params: Mapping[str, Any])
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether a value of this type lies in pinned memory of the host: inside a program, types say so."""
+    """Whether a value of this type is in pinned memory of the host: inside a program, types say so."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
@@ -1085,7 +1085,7 @@ def view(x: Any, sharding: Any) -> Any:
 def strong_view(x: Any) -> Any:
     """A weakly typed array's memory without the weak type. Whatever consumes the one consumes both.
 
-    One that lies on no device in particular stays so, and is copied.
+    An uncommitted one stays so, and is copied.
     """
     if not isinstance(x, ArrayImpl) or not x.committed:
         return jnp.asarray(x, x.dtype)

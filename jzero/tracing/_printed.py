@@ -23,7 +23,7 @@ _END = re.compile(r"^  in \((?P<outs>[^()]*)\) \}\Z", re.MULTILINE)
 
 
 class Note(NamedTuple):
-    """What is said of an argument or a result: what it is called, and how it lies on the devices."""
+    """What is said of an argument or a result: its name, and its layout on the devices."""
 
     name: str
     layout: str = ""

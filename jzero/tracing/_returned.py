@@ -77,7 +77,7 @@ def find_state(outs: Any, state: Any) -> Returned:
     The new value of an argument is the result with its structure, shapes and dtypes, wherever it stands. Of
     several that are alike, as parameters and their average, the first is the first. If there are more of
     them than such arguments, as with gradients, the state must lead, in the order of its arguments. Which
-    one is taken decides how a value rests, and not what is computed.
+    one is taken decides how a value is stored, and not what is computed.
 
     `outs`: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
 

@@ -41,7 +41,7 @@ def activations(
     """One device's program whose residuals are offloaded; what is said of them is of one microbatch.
 
     `microbatches`: how many there are, in whose loops residuals are made and read.
-    `marks`: its passes are to be programs of their own: what they pass on is marked, and nothing moves.
+    `marks`: both passes become programs of their own: what they pass on is marked, and nothing is copied.
     """
     program = Region(jaxpr, [])
     found = _origins.origins(program, rows)

@@ -16,8 +16,8 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Var
 
 # [Note: which dim is cut into tiles]
-# A matrix [n, d] rests along n, as [n/k, d] on each device. Its tiles are ranges of another dim: a range of
-# the shard's d is one of the whole's, and its gather has the rows in their order. A range of n/k would be of
+# A matrix [n, d] is sharded along n, as [n/k, d] on each device. Its tiles are ranges of another dim: a range
+# of the shard's d is one of the whole's, and its gather has the rows in their order. A range of n/k would have
 # some rows of every device.
 
 
@@ -48,7 +48,7 @@ def cut(
     """Tiles of at most `nbytes` of a value that is larger; of one index of a dim at least.
 
     `sharded`: the dim along which it is; [Note: which dim is cut into tiles].
-    `kept`: dims that the product does not sum over; one of these if its tiles are as small. None for all.
+    `kept`: dims over which the product does not sum: one of these is cut if its tiles are as small.
 
     Returns:
       The cut; None if there is no other dim.

@@ -32,7 +32,7 @@ def in_place(
     """One device's program in which large results are gathered in slices, each into its place.
 
     `olds`: for each result the argument that it takes the place of, which is donated; None for others.
-    `nbytes`: of a slice, at most; what is no larger is gathered at once.
+    `nbytes`: the most bytes of a slice; smaller results are gathered at once.
     """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     readers, returned = region_of(jaxpr.eqns).readers, Counter(map(id, jaxpr.outvars))

@@ -36,7 +36,7 @@ def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
     """The step with the gradient of each matrix of more than so many bytes behind that of its input.
 
-    `nbytes`: the most that a matrix and its gradient may have to stay in the order of the program.
+    `nbytes`: larger matrices, and their gradients, change places.
     """
     jaxpr, products = frame.jaxpr, _products(frame, nbytes)
     if not products:

@@ -33,8 +33,8 @@ WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 def order(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     """One device's program with its reductions behind the products that make what they reduce, in order.
 
-    `nbytes`: of whole gradients that are reduced together, at most. With 0 each waits for the one before. So
-      that they run as they come, leave the pass out.
+    `nbytes`: the most bytes of whole gradients that are reduced together; with 0 each reduction waits for the
+      one before. Without this pass, reductions run as they come.
     """
     return _ordered(jaxpr, nbytes, in_loop=False)
 

@@ -50,8 +50,8 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
     """One device's program with its gathers ahead of their uses.
 
-    `nbytes`: of gathered values that are not read yet, at most; of one product's if these are more. With 0
-      none is ahead, and no loop carries any.
+    `nbytes`: the most gathered bytes that are not read yet, or those of one product if these are more. With 0
+      nothing is gathered ahead.
     `balance`: multiplications in the time in which a byte is gathered: [Note: late gathers] in
       `_late_gathers.py`.
     """

@@ -37,7 +37,7 @@ def quantize_gathers(
 ) -> Jaxpr:  # fmt: skip
     """One device's program whose passes gather some arguments (or casts, slices of these) quantized.
 
-    `args`: arguments that may travel so, by index.
+    `args`: indices of the arguments that may be gathered quantized.
     """
     program = Region(jaxpr, [])
     found, spec_of = _origins.origins(program, rows), specs.of(program)

@@ -54,8 +54,8 @@ def tiles(
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers and reduces matrices of more than so many bytes tile by tile.
 
-    `nbytes`: of a tile, at most; of one index of a dim at least.
-    `itemsize`: bytes of an element of a gradient as it travels, if these are more than its own.
+    `nbytes`: the most bytes of a tile, which has one index of a dim at least.
+    `itemsize`: of a gradient's elements in the communication dtype, if larger than their own.
     `specs`: how XLA shards arguments and results over further axes. A tile has a range of each of its parts.
     """
     program = Region(jaxpr, [])

@@ -32,10 +32,8 @@ PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
     for name in ("prefetch", "order", "after_loop", "last_iteration", "whole_stacks")
 )
 OWNED = "jzero.owned"  # distributed updates, which are no part of a pass
-QUANTIZED, FIRST_STAGE = (
-    "jzero.codes",
-    "jzero.first_hop",
-)  # and codes: of a gradient, what it waits for
+QUANTIZED = "jzero.codes"
+FIRST_STAGE = "jzero.first_hop"  # of a quantized reduction: the stage that the order counts
 Makers: TypeAlias = Mapping[Var, Eqn]
 
 

@@ -34,7 +34,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
     """One device's program whose loops leave to the end what can be done to whole stacks.
 
-    `nbytes`: of a stack that is reduced, at most.
+    `nbytes`: the most bytes of a stack that is reduced.
     """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:

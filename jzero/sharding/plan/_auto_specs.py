@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto_specs`: how each leaf rests over the mesh's other axes, by the first pattern found in its path."""
+"""`auto_specs`: how each leaf is sharded over Auto axes, by the first pattern found in its path."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def places(
     who: str, auto_specs: AutoSpecs, paths: Sequence[str], shapes: Sequence[Sequence[int]],
     sizes: Mapping[str, int], data_axes: Sequence[str],
 ) -> list[AutoPlace]:  # fmt: skip
-    """Where each leaf rests.
+    """How each leaf is stored over the Auto axes.
 
     `sizes`: names and sizes of the mesh's axes that are no data axes.
-    `data_axes`: names of the others.
+    `data_axes`: names of the data axes.
 
     Raises:
       OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.

@@ -95,9 +95,9 @@ def distribute_updates(
     calls: list[UpdateCall] = []
     owned: list[DistributedUpdate] = []
     for subgraphs in _alike(frame, _update_subgraphs.find_update_subgraphs(frame, links, names)):
-        more, told = _share_out(frame, subgraphs, calls, axes)
+        more, report = _share_out(frame, subgraphs, calls, axes)
         calls += more
-        owned += told
+        owned += report
     if not calls:
         return DistributedStep(frame, {}, _together(owned))
     distributed = {_gives(call.subgraphs)[0]: call.distributed for call in calls}
@@ -130,7 +130,7 @@ def _share_out(
     for dim in choices:
         made = _bucket(frame, subgraphs) if dim is None else _batch(frame, subgraphs, dim, axes)
         if isinstance(made, list) and _order(frame, [*others, *made]) is not None:
-            return made, _told(subgraphs, dim, num, made)
+            return made, _shared(subgraphs, dim, num, made)
         reason = made if isinstance(made, str) else "other updates follow from it and lead to it"
         reasons[-1 if dim is None else dim] = reason
     why = why or (reasons[min(reasons)] if reasons else ALONE)
@@ -156,7 +156,7 @@ def _choices(subgraphs: Sequence[UpdateSubgraph], num: int) -> list[int | None]:
     return [dim for share, dim in sorted(shares, key=lambda pair: pair[0]) if share < 1]
 
 
-def _told(
+def _shared(
     subgraphs: Sequence[UpdateSubgraph], choice: int | None, num: int, calls: Sequence[UpdateCall]
 ) -> list[DistributedUpdate]:
     """The report on subgraphs that `num` devices share."""
@@ -172,25 +172,25 @@ def _told(
         cut += [names for _, names, dim in rows if dim is not None]
         left += [(var, names) for var, names, dim in rows if dim is None and names not in cut]
     size = largest.shape[choice]
-    told = DistributedUpdate(_distinct(cut), matrix, times * size, times * -(-size // num))
-    return [told, *_together(_each(left, TOGETHER))]
+    found = DistributedUpdate(_distinct(cut), matrix, times * size, times * -(-size // num))
+    return [found, *_together(_each(left, TOGETHER))]
 
 
 def _gathered(subgraphs: Sequence[UpdateSubgraph], why: str) -> list[DistributedUpdate]:
     """The report on subgraphs that every device runs."""
-    told = []
+    found = []
     for subgraph in subgraphs:
         pairs = list(zip(subgraph.gives, subgraph.leaves, strict=True))
         if len({names for _, names in pairs if names}) > 1:
-            told += _each(pairs, TOGETHER if why == ALONE else why)
+            found += _each(pairs, TOGETHER if why == ALONE else why)
         else:
             largest = _update_subgraphs.largest_read(subgraph).aval
-            told.append(
+            found.append(
                 DistributedUpdate(
                     _distinct(subgraph.leaves), _matrix(largest.shape, largest), 1, 1, why
                 )
             )
-    return list(_together(told))
+    return list(_together(found))
 
 
 def _each(pairs: Sequence[tuple[Var, tuple[str, ...]]], why: str) -> list[DistributedUpdate]:

@@ -97,7 +97,7 @@ def interface_of(
 ) -> ProgramInterface:  # fmt: skip
     """The interface of a step with this optimizer program.
 
-    `batch_axes`: into how many parts each data axis splits them, microbatches too.
+    `batch_axes`: into how many parts each data axis splits the arguments, microbatches counted in.
     """
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     stored = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}

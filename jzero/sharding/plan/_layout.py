@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: how a leaf lies on the devices. Pure; knows shapes, never arrays."""
+"""Layouts of stored leaves. Pure; knows shapes, never arrays."""
 
 from __future__ import annotations
 

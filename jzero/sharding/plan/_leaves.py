@@ -259,7 +259,7 @@ def plan_leaves(
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
-    `tables`: in which it looks up rows, and the dims that all look-ups keep.
+    `tables`: leaves in which the step looks up rows, and the dims that all look-ups keep.
 
     Raises:
       OptionError: `sharding.full` matches no parameter.

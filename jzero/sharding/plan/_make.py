@@ -203,7 +203,7 @@ def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
 def _loop_bytes(setting: Setting) -> int:
     """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory.
 
-    Of parameters that rest on the hosts, half of what may be on a device: with their shards, all of it.
+    Of parameters on the hosts, half of what may be on a device: with their shards, all of it.
     """
     if setting.options.comm.gather is not None:
         return sys.maxsize if setting.options.gather_once else 0

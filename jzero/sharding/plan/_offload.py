@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obeys the policies of a step: where its state rests, and how it then runs."""
+"""What obeys the policies of a step: where its state is stored, and how it then runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def waits(plan: StepPlan) -> tuple[Wait, ...]:
 class StepProgram(Protocol):
     """A way to run a planned step. It decides nothing: it obeys the plan.
 
-    Values are whole arrays: those of the state as they rest, padded.
+    Values are whole arrays: those of the state as they are stored, padded.
 
     Attributes:
       found: what the partitioner made of it (`Partitioned`); with offload, the program of the gradients.
@@ -92,10 +92,10 @@ class StepProgram(Protocol):
 
 
 class Window(NamedTuple):
-    """How much of parameters that rest away from the devices is on its way to them, or there, at a time.
+    """How much of the streamed parameters is on the devices, or on its way to them, at a time.
 
     Attributes:
-      device_bytes: the most bytes on each device, gathered ones included; 0 if all rest on the devices.
+      device_bytes: the most bytes on each device, gathered ones included; 0 if all are stored on the devices.
       host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
     """
 
@@ -113,7 +113,7 @@ class Backend(abc.ABC):
 
     Attributes:
       memory: the policies.
-      tier: the memory in which offloaded optimizer state rests.
+      tier: the memory in which offloaded optimizer state is stored.
     """
 
     memory: Memory = Memory()
@@ -188,7 +188,7 @@ class Backend(abc.ABC):
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> Any:  # fmt: skip
-        """The files of a state (`StoreSpec`); None if it rests in memory, or they are not known yet.
+        """The files of a state (`StoreSpec`); None if it is stored in memory, or they are not known yet.
 
         Args:
           step: what runs on it; None if that is not known.
@@ -204,7 +204,7 @@ class Backend(abc.ABC):
     ) -> tuple[Leaves, OptimizerProgram]:
         """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
 
-        `leaves`: as they would rest on the devices.
+        `leaves`: as they would be stored on the devices.
         `mesh`: on which it runs; it may be abstract.
 
         Raises:
@@ -229,5 +229,5 @@ class Backend(abc.ABC):
         """What runs the plan on a mesh.
 
         `mesh`: on which it runs; it may be abstract.
-        `shardings`: where the leaves of the state rest, for JAX.
+        `shardings`: those of the state's stored leaves.
         """

@@ -73,10 +73,10 @@ def check_reduced(
     axis = repr(axes[0] if len(axes) == 1 else tuple(axes))
     state = _call.structure_paths(state_tree, "the new state")
     paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
-    rests = [*[_layout.REPLICATED] * num_new, *layouts]
+    stored = [*[_layout.REPLICATED] * num_new, *layouts]
     bad = [
         (path, aval) for path, aval, layout, varies in zip(
-            paths, traced.out_avals, rests, traced.frame.out_varying, strict=True
+            paths, traced.out_avals, stored, traced.frame.out_varying, strict=True
         )
         if varies and layout == _layout.REPLICATED
     ]  # fmt: skip

@@ -140,7 +140,7 @@ class StepPlan:
       update: what follows from offloaded leaves, in subgraphs.
       buckets: in which the subgraphs run, in order.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
-      interface: how the values lie that the step's programs take from the caller and hand to each other.
+      interface: layouts of the values that the step's programs take from the caller and pass to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
       evaluates: the step reads its state, and returns none.
       updates: whether any leaf comes back as another value.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuantizedForm`: how a leaf that rests in codes is rows of bytes. Pure; knows shapes, never arrays."""
+"""`QuantizedForm`: a quantized leaf as rows of bytes. Pure; knows shapes, never arrays."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def quantize_sent(
     """The leaves, with what may be sent quantized, or the reason why a parameter may not.
 
     A stored copy would keep what is rounded off. So new parameters are sent as the difference to it, and only
-    if they have a master: then the next difference takes up the rest of this one.
+    if they have a master: then the next difference has what was rounded off.
 
     Raises:
       OptionError: parameters are stored replicated, and none has a master.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage table: which roles rest as shards, and over which axes of a mesh."""
+"""The stage table: which roles are stored sharded, and over which axes of a mesh."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
 
 
 class Stage(NamedTuple):
-    """One row of the stage table: which roles rest as shards (ZeRO, section 5).
+    """One row of the stage table: which roles are stored sharded (ZeRO, section 5).
 
     `reduce_once`: gradients of microbatches are reduced once, after the last; from stage 2 on they are
-    reduced as they are produced, so that a full gradient never outlives its microbatch.
+    reduced as they are produced, so that a whole gradient never outlives its microbatch.
     """
 
     parameters: bool
@@ -69,14 +69,14 @@ class StateLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageAxes:
-    """A stage on a mesh: over which axes each role rests; `()` is full.
+    """A stage on a mesh: over which axes each role is stored; `()` is replicated.
 
     Attributes:
       axes: names and sizes of the data axes.
-      param_axes: over which parameters rest; the first of `shard_axes`.
-      shard_axes: over which optimizer state rests and gradients are reduce-scattered.
-      min_bytes: leaves smaller than this stay full; with 0, whatever can be is sharded, padded if need be.
-      full: a regular expression; parameters whose path it matches rest full.
+      param_axes: over which parameters are sharded; the first of `shard_axes`.
+      shard_axes: over which optimizer state is sharded and gradients are reduce-scattered.
+      min_bytes: smaller leaves stay replicated; with 0, whatever can be is sharded, padded if need be.
+      full: a regular expression; parameters whose path it matches are stored replicated.
     """
 
     axes: tuple[tuple[str, int], ...]

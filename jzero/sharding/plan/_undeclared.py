@@ -44,7 +44,7 @@ def like_state(
     They are split, their floats have shapes that the state has, and they come back, computed of themselves,
     of the state and of another argument. A hidden state of a recurrent network may be all of this, by chance.
 
-    `are_split`: whether each of their leaves is, by its rows.
+    `are_split`: for each of the arguments' leaves, whether its rows are sharded.
 
     Returns:
       For each, the numbers of the leaves of those results.
@@ -82,7 +82,7 @@ def independent(
 ) -> list[str]:
     """Which of these arguments nothing that the step returns like them is computed of.
 
-    `inputs`: what it takes, in the order of the jaxpr's inputs.
+    `inputs`: its arguments by name, in the order of the jaxpr's inputs.
     `state`: those that are state beyond doubt; a leaf of their new values is no update of another one.
     """
     flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
@@ -137,7 +137,7 @@ def computed_anew(flow: Flow, led: Collection[str]) -> list[str]:
     one of another argument, as from an average of the parameters. Where the loss has a term of the parameters
     themselves, as weight decay is, gradients reach them too.
 
-    `led`: arguments that are its state beyond doubt.
+    `led`: arguments that are the step's state beyond doubt.
     """
     owners, reached = flow.owners, flow.reached
     leaves = [leaf for _, tree in flow.state for leaf in jax.tree.leaves(tree)]
