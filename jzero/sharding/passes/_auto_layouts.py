@@ -2,23 +2,29 @@
 """How XLA shards the values of a program over Auto axes, guessed from leaves and constraints.
 
 A wrong guess costs traffic, and no more: it says only by which parts a value is moved.
+
+[Note: parts]
+A value that XLA shards is split into its shards, as dims of their own before all others: `[n, d]` in two
+parts along d is `[2, n, d/2]`. What is made of each part alone, as quantized rows `[2, bytes]` are, is then
+moved part by part, and no device needs another one's part.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero.ir import _dataflow, _rules
 from jzero.ir._factors import FactorDims
 from jzero.ir._layout import AxisCut, Dim, Layout
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
-from jzero.sharding.passes import _auto_parts
-from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -37,6 +43,46 @@ SHARED = {
     "reduce_scatter": ("scatter_dimension",),
     "all_to_all": ("split_axis", "concat_axis"),
 }
+_SCOPE = re.compile(r"jzero\.parts\[(.*)\]")
+
+
+class AutoParts(NamedTuple):
+    """The parts of a value: [Note: parts].
+
+    Attributes:
+      cuts: the dims that are cut, and into how many parts each.
+      axes: of each of these, the mesh axes over which the parts are.
+    """
+
+    cuts: tuple[tuple[int, int], ...] = ()
+    axes: tuple[tuple[str, ...], ...] = ()
+
+    def mark(self, eqn: Eqn) -> Eqn:
+        """The equation, with a scope that names the axes that cut its operand's first dims."""
+        said = "|".join(map(",".join, self.axes))
+        return _jaxpr.within_scope(eqn, f"jzero.parts[{said}]") if self.cuts else eqn
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """`[n, d]` as `[q, n, d/q]`, if d is cut into q parts."""
+        nums, shape, places = dict(self.cuts), list[int](), list[int]()
+        for d, size in enumerate(x.shape):
+            if d in nums:
+                places.append(len(shape))
+                shape.append(nums[d])
+            shape.append(size // nums.get(d, 1))
+        return jnp.moveaxis(x.reshape(shape), places, range(len(places)))
+
+    def join(self, x: jax.Array) -> jax.Array:
+        nums, first = dict(self.cuts), len(self.cuts)
+        shape = [size * nums.get(d, 1) for d, size in enumerate(x.shape[first:])]
+        places = [d + i for i, (d, _) in enumerate(self.cuts)]
+        return jnp.moveaxis(x, range(first), places).reshape(shape)
+
+
+def _axes_of_parts(eqn: Eqn) -> tuple[tuple[str, ...], ...]:
+    """The axes that cut an equation's first dims, if it is marked with them."""
+    found = filter(None, map(_SCOPE.fullmatch, _jaxpr.scopes(eqn)))
+    return next((tuple(tuple(dim.split(",")) for dim in x.group(1).split("|")) for x in found), ())
 
 
 class AutoLayouts(NamedTuple):
@@ -60,7 +106,7 @@ class AutoLayouts(NamedTuple):
         read = _claims(program, self.sizes, program.jaxpr.outvars, self.outs, True)
 
         def spec_of(region: Region, eqn: Eqn) -> AutoSpec:
-            if marked := _auto_parts.axes_of_parts(eqn):
+            if marked := _axes_of_parts(eqn):
                 return marked
             (x,) = eqn.invars
             # What is reduced goes to where its readers are; what is gathered comes from where it is stored.

@@ -17,8 +17,8 @@ from jzero.tracing._types import Atom, Var
 
 # [Note: which dim is cut into tiles]
 # A matrix [n, d] is sharded along n, as [n/k, d] on each device. Its tiles are ranges of another dim: a range
-# of the shard's d is one of the whole's, and its gather has the rows in their order. A range of n/k would have
-# some rows of every device.
+# of the shard's d is one of the whole's, and its gather has the rows in their order. A range of n/k would
+# have some rows of every device.
 
 
 class Tiles(NamedTuple):

@@ -21,8 +21,7 @@ from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _origins, _quantize, _waits
-from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
-from jzero.sharding.passes._auto_parts import AutoParts
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts, AutoParts
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 

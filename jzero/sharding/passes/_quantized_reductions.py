@@ -23,8 +23,7 @@ from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _origins, _quantize, _waits
-from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
-from jzero.sharding.passes._auto_parts import AutoParts
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts, AutoParts
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
