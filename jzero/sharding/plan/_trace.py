@@ -63,7 +63,7 @@ class WholeBatch(NamedTuple):
     @property
     def dims(self) -> list[RowDims]:
         """The batch dims of each input."""
-        return [_dims_of(spec) for spec in self.specs]
+        return [frozenset(d for d, entry in enumerate(spec) if entry) for spec in self.specs]
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
         """The flops of the step, and those that `num` devices (or microbatches) repeat."""
@@ -145,10 +145,6 @@ def _is_of_scalars(eqn: Eqn) -> bool:
     return not any(atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
 
 
-def _dims_of(spec: P) -> RowDims:
-    return frozenset(dim for dim, entry in enumerate(spec) if entry)
-
-
 def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
     """The spec, without dims that the devices do not divide."""
     return P(*(
@@ -167,9 +163,14 @@ def analysed(
     `parts`: into how many parts each of the mesh's data axes splits the batch.
     """
     outvars = whole.jaxpr.outvars
-    frame, every = whole_frame(whole, axes)
+    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    rows, everywhere = row_dims(program, whole.dims), frozenset(axes)
+    frame = _frames.frames_of(
+        program, lambda region, x: everywhere if rows.get((region, x)) else _frames.NOWHERE
+    )
+    every = {x: dims for (region, x), dims in rows.items() if region is program}
     of_rows = [not _jaxpr.is_literal(x) and bool(every.get(x)) for x in outvars]
-    found = _dims_by_axis(whole, parts) if of_several_dims else {tuple(parts): every}
+    found = _dims_by_axis(program, whole.specs, parts) if of_several_dims else {tuple(parts): every}
     dims = [
         {axes: NO_ROWS if _jaxpr.is_literal(x) else each.get(x, NO_ROWS)
          for axes, each in found.items()} for x in outvars
@@ -179,11 +180,10 @@ def analysed(
 
 
 def _dims_by_axis(
-    whole: WholeBatch, axes: Collection[str]
+    program: Region, specs: Sequence[P], axes: Collection[str]
 ) -> dict[tuple[str, ...], dict[Atom, RowDims]]:  # fmt: skip
     """The batch dims of values over each axis, outside of loops and branches."""
-    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    split = [[*map(_call.spec_axes, spec)] for spec in whole.specs]
+    split = [[*map(_call.spec_axes, spec)] for spec in specs]
     found = dict[tuple[str, ...], dict[Atom, RowDims]]()
     for axis in axes:
         dims = [frozenset(d for d, own in enumerate(names) if axis in own) for names in split]
@@ -205,16 +205,6 @@ def _spec_of(
                 break
     last = max((d + 1 for d, names in enumerate(split) if names), default=0)
     return P(*(names[0] if len(names) == 1 else (*names,) or None for names in split[:last]))
-
-
-def whole_frame(whole: WholeBatch, axes: Collection[str]) -> tuple[Frame, dict[Atom, RowDims]]:
-    """The frame of the whole batch's step, and the batch dims of its values."""
-    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    found, everywhere = row_dims(program, whole.dims), frozenset(axes)
-    frame = _frames.frames_of(
-        program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
-    )
-    return frame, {x: dims for (region, x), dims in found.items() if region is program}
 
 
 def trace_plainly(
