@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jzero.ir import _rules
+from jzero.ir._factors import Factor, with_size
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._origins import VIEWS
@@ -78,6 +79,18 @@ def on_stack(writer: JaxprWriter, eqns: Sequence[Eqn], stack: Atom, last: Var | 
         source = _jaxpr.within_scope(eqn, outer=writer.source)
         (stack,) = writer.clone(source, [stack], [new], params=params)
     return _jaxpr.variable(stack)
+
+
+def with_size_of(
+    writer: JaxprWriter, eqn: Eqn, factor: Factor, size: int, ins: Sequence[Atom], source: Eqn
+) -> list[Var]:
+    """Writes an equation whose factor has another size, as of a tile or of a gathered operand."""
+    shapes = [
+        out.aval.shape if d is None else with_size(out.aval.shape, d, size)
+        for out, d in zip(eqn.outvars, factor.outs, strict=True)
+    ]
+    outs = [_jaxpr.var_like(x.aval, shape) for x, shape in zip(eqn.outvars, shapes, strict=True)]
+    return writer.clone(eqn, ins, outs, source, {**eqn.params, **factor.local(size, 1)})
 
 
 def _behind_first(dims: Sequence[int]) -> tuple[int, ...]:

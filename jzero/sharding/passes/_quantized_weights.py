@@ -18,10 +18,10 @@ from jax import lax
 
 from jzero._blocks import Blocks
 from jzero.ir import _rules
-from jzero.ir._factors import with_size
 from jzero.ir._loops import Scan
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _quantize, _waits
+from jzero.sharding.passes._chains import with_size_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -158,17 +158,16 @@ class _Program:
         return self.dequantized[each]
 
     def _viewed(self, x: Atom, view: View) -> Atom:
-        eqn, params = view.eqn, view.eqn.params
-        shapes = [out.aval.shape for out in eqn.outvars]
+        eqn, writer, source = view.eqn, self.writer, self.writer.source
         if eqn.primitive.name == _CAST:  # The value may have become a slice of a stack since.
-            shapes = [x.aval.shape]
-        elif view.dim is not None:
+            outs = [_jaxpr.var_like(eqn.outvars[0].aval, x.aval.shape)]
+        elif view.dim is None:
+            outs = [*map(_jaxpr.new_var, eqn.outvars)]
+        else:
             factor, size = _rules.factor_of(eqn, 0, view.dim), x.aval.shape[view.dim]
             assert factor is not None, eqn
-            params = {**params, **factor.local(size, 1)}
-            shapes = [with_size(n, d or 0, size) for n, d in zip(shapes, factor.outs, strict=True)]
-        outs = [_jaxpr.var_like(x.aval, n) for x, n in zip(eqn.outvars, shapes, strict=True)]
-        return self.writer.clone(eqn, [x], outs, self.writer.source, params)[view.result]
+            return with_size_of(writer, eqn, factor, size, [x], source)[view.result]
+        return writer.clone(eqn, [x], outs, source)[view.result]
 
     def _equation(self, writer: JaxprWriter, eqn: Eqn) -> None:
         first = None if not eqn.invars or _jaxpr.is_literal(eqn.invars[0]) else eqn.invars[0]

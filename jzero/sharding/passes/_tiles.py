@@ -37,6 +37,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
+from jzero.sharding.passes._chains import with_size_of
 from jzero.sharding.passes._cuts import Tiles, cut, read_range, shape_of_part, write_range
 from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
@@ -111,18 +112,15 @@ class _Cone:
                 else read_range(writer, read(x), start, size, dim, self.num_parts)
                 for x, dim in zip(eqn.invars, factor.ins, strict=True)
             ]  # fmt: skip
-            params = {**eqn.params, **factor.local(all_parts, 1)}
             if factor.reduces:
                 outs = [_jaxpr.var_like(eqn.outvars[0].aval, dtype=dtype_of_sum(eqn))]
+                params = {**eqn.params, **factor.local(all_parts, 1)}
                 params["preferred_element_type"] = outs[0].aval.dtype
+                results = writer.clone(eqn, ins, outs, eqn, params)
             else:
-                pairs = zip(eqn.outvars, factor.outs, strict=True)
-                outs = [
-                    _jaxpr.var_like(x.aval, with_size(x.aval.shape, d or 0, all_parts))
-                    for x, d in pairs
-                ]
-            source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
-            made |= zip(eqn.outvars, writer.clone(eqn, ins, outs, source, params), strict=True)
+                source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
+                results = with_size_of(writer, eqn, factor, all_parts, ins, source)
+            made |= zip(eqn.outvars, results, strict=True)
         return _jaxpr.variable(_added(writer, [made[term] for term in self.terms]))
 
 
