@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +95,7 @@ def select_branches(
     return Flat(constvars, jaxpr.invars, jaxpr.outvars, eqns), all_consts
 
 
-def _renamed(atoms: Sequence[Atom], env: dict[Var, Atom]) -> list[Atom]:
+def _renamed(atoms: Sequence[Atom], env: Mapping[Var, Atom]) -> list[Atom]:
     return [atom if _jaxpr.is_literal(atom) else env.get(atom, atom) for atom in atoms]
 
 
