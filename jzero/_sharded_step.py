@@ -457,7 +457,7 @@ class ShardedStep(Generic[StepArgs, Result]):
                 "train_step.shard(state)."))  # fmt: skip
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         born = _objects.Born()
-        with _objects.explains_init():
+        with _objects.explained(_objects.INIT):
             traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
         # XLA takes each device's part of what it makes. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))

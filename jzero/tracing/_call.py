@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import STEP, BatchError, OptionError, StateError, a_type, describe_leaf, message
-from jzero.tracing import _jaxpr, _not_arrays
+from jzero.tracing import _not_arrays
 from jzero.tracing._state_arguments import StateArguments
 
 WHO = STEP
@@ -118,7 +118,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
             raise TypeError(leaf)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _jaxpr.is_ref(leaf):
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, jax.Ref):
         raise TypeError(leaf)
     if _not_arrays.is_of_another_package(leaf) or _holds_array(leaf):
         raise TypeError(leaf)

@@ -528,11 +528,6 @@ def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def bind_primitive(primitive: Primitive, params: Mapping[str, Any], *args: Any) -> Any:
-    """Runs what an equation with these parameters would, on `args`."""
-    return primitive.bind(*args, **primitive.get_bind_params(dict(params)))
-
-
 def constraint_spec(eqn: Eqn, axes: Sequence[str]) -> P:
     """What a `sharding_constraint` equation says of `axes`; of others, and of one device, it says nothing."""
 
@@ -828,20 +823,9 @@ def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
                 yield from ref_equations(inner)
 
 
-def is_ref(x: Any) -> bool:
-    """Whether `x` is a mutable array."""
-    return isinstance(x, jax.Ref)
-
-
 def new_var(like: Atom) -> Var:
     """A variable that no other jaxpr has."""
     return extended.Var(like.aval)
-
-
-def selection(index: Atom, cases: Sequence[Atom], out: Var, source: Eqn) -> Eqn:
-    """The equation `out = cases[index]`, in the place of `source`."""
-    ins = [index, *cases]
-    return extended.new_jaxpr_eqn(ins, [out], lax.select_n_p, {}, set(), source.source_info)
 
 
 def replaced(jaxpr: Any, **parts: Any) -> Jaxpr:

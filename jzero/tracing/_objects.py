@@ -18,7 +18,7 @@ from jzero.tracing._modules import apart_modules, check_unbound
 from jzero.tracing._returned import find_arguments
 from jzero.tracing._state_arguments import Step
 
-FROM_NNX = "from_nnx"
+FROM_NNX, INIT = "from_nnx", "init"
 
 
 def kinds() -> tuple[type, ...]:
@@ -300,8 +300,8 @@ class Born:
 
 
 @contextlib.contextmanager
-def explains_init() -> Iterator[None]:
-    """Says what to write in the place of objects that are given to an `init_fn`, or closed over."""
+def explained(who: str) -> Iterator[None]:
+    """Says what Flax means by an object of another trace: changed by a step, or by an `init_fn`."""
     if not kinds():
         yield
         return
@@ -310,23 +310,15 @@ def explains_init() -> Iterator[None]:
     try:
         yield
     except TraceContextError as error:
-        raise StepError(message(
-            "init", f"init_fn changes an object that was there before ({str(error).split(' (')[0]})",
-            "What init_fn makes it makes alone.", "Make nnx.Rngs inside: train_step.init(lambda seed: "
-            "Net(nnx.Rngs(seed)), 0).")) from error  # fmt: skip
-
-
-@contextlib.contextmanager
-def explained(who: str) -> Iterator[None]:
-    """Says what Flax means by an object of another trace."""
-    from flax.errors import TraceContextError
-
-    try:
-        yield
-    except TraceContextError as error:
+        what = str(error).split(" (")[0]
+        if who == INIT:
+            raise StepError(message(
+                who, f"init_fn changes an object that was there before ({what})",
+                "What init_fn makes it makes alone.", "Make nnx.Rngs inside: train_step.init(lambda seed: "
+                "Net(nnx.Rngs(seed)), 0).")) from error  # fmt: skip
         edit = f", and pass it to {FROM_NNX}" if who == FROM_NNX else ", and pass it with each call"
         raise StepError(message(
-            who, f"train_step changes an object that was not passed to it ({str(error).split(' (')[0]})",
+            who, f"train_step changes an object that was not passed to it ({what})",
             "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
             "these.", f"Make the object a parameter of train_step{edit}.")) from error  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jzero.tracing import _jaxpr
 from jzero.tracing._jaxpr import Atom, Eqn, Jaxpr, Var
@@ -91,7 +92,7 @@ def select_branches(
             eqns += [e.replace(invars=_renamed(e.invars, env)) for e in body.eqns]
             returned.append(_renamed(body.outvars, env))
         for out, no, yes in zip(eqn.outvars, *returned, strict=True):
-            eqns.append(_jaxpr.selection(index, [no, yes], out, eqn))
+            eqns.append(_jaxpr.equation(lax.select_n_p, [index, no, yes], [out], eqn))
     return Flat(constvars, jaxpr.invars, jaxpr.outvars, eqns), all_consts
 
 

@@ -108,7 +108,7 @@ def _in_parts(
     before: AutoSpec, after: AutoSpec, x: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """An operation on the parts of `x` along the axes."""
-    run = functools.partial(_jaxpr.bind_primitive, primitive, dict(params))
+    run = functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
     specs = (PartitionSpec(*(dim or None for dim in spec)) for spec in (before, after))
     in_spec, out_spec = specs
     made: jax.Array = jax.shard_map(
