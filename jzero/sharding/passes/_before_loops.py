@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from jax import lax
 
-from jzero.ir import _rules
-from jzero.ir._regions import region_of, variables
+from jzero.ir._regions import Region
 from jzero.sharding.passes import _waits
+from jzero.sharding.passes._chains import terms_of
 from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
@@ -36,19 +36,19 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
     ]  # fmt: skip
     if not loops or not large:
         return jaxpr
-    sums, written, gone = _Sums(jaxpr), dict[int, list[Eqn]](), set[int]()
+    program, written, gone = Region(jaxpr, []), dict[int, list[Eqn]](), set[int]()
     for i in large:
-        terms, adds = sums.terms(_jaxpr.variable(jaxpr.eqns[i].invars[0]))
+        terms, adds = terms_of(program, _jaxpr.variable(jaxpr.eqns[i].invars[0]))
         parts = dict[int, list[Var]]()  # by how many loops there are before them
         for term in terms:
-            parts.setdefault(bisect.bisect(loops, sums.made.get(term, -1)), []).append(term)
+            parts.setdefault(bisect.bisect(loops, program.makers.get(term, -1)), []).append(term)
         if len(parts) > 1:
-            gone |= {i, *adds}
-            for at, eqns in _in_parts(jaxpr.eqns[i], [*parts.values()], i, sums):
+            gone |= {*map(id, [jaxpr.eqns[i], *adds])}
+            for at, eqns in _in_parts(jaxpr.eqns[i], [*parts.values()], i, program):
                 written.setdefault(at, []).extend(eqns)
     eqns = [*written.get(-1, ())]
     for i, eqn in enumerate(jaxpr.eqns):
-        eqns += [eqn] * (i not in gone) + written.get(i, [])
+        eqns += [eqn] * (id(eqn) not in gone) + written.get(i, [])
     return _waits.with_equations(jaxpr, eqns)
 
 
@@ -57,36 +57,8 @@ def _is_long_loop(eqn: Eqn) -> bool:
     return in_iterations and any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(eqn))
 
 
-class _Sums:
-    """The sums of a program: what they add up."""
-
-    def __init__(self, jaxpr: Jaxpr):
-        self.eqns, self.readers = jaxpr.eqns, region_of(jaxpr.eqns).readers
-        self.made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
-        self.returned = set(variables(jaxpr.outvars))
-
-    def terms(self, var: Var) -> tuple[list[Var], list[int]]:
-        """The terms of a sum, and its additions, by index, whose results nothing else reads."""
-        i = self.made.get(var)
-        alone = len(self.readers.get(var, ())) == 1 and var not in self.returned
-        if i is None or not alone or not _adds(self.eqns[i]):
-            return [var], []
-        found = [self.terms(_jaxpr.variable(atom)) for atom in self.eqns[i].invars]
-        return [t for terms, _ in found for t in terms], [
-            i,
-            *(k for _, adds in found for k in adds),
-        ]
-
-
-def _adds(eqn: Eqn) -> bool:
-    """Whether it adds values of equal types, none of them constant."""
-    like = [(x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in (*eqn.invars, *eqn.outvars)]
-    alike = len(set(like)) == 1 and not any(map(_jaxpr.is_literal, eqn.invars))
-    return eqn.primitive.name in _rules.ADDS and alike
-
-
 def _in_parts(
-    reduction: Eqn, parts: Sequence[Sequence[Var]], end: int, sums: _Sums
+    reduction: Eqn, parts: Sequence[Sequence[Var]], end: int, program: Region
 ) -> list[tuple[int, list[Eqn]]]:
     """The reduction of each part, behind what makes it, and their sum in place of the reduction."""
     found, shards = list[tuple[int, list[Eqn]]](), list[Var]()
@@ -94,7 +66,7 @@ def _in_parts(
         whole, eqns = _added(reduction, terms)
         shards.append(_jaxpr.new_var(reduction.outvars[0]))
         eqns.append(reduction.replace(invars=[whole], outvars=[shards[-1]]))
-        found.append((max(sums.made.get(term, -1) for term in terms), eqns))
+        found.append((max(program.makers.get(term, -1) for term in terms), eqns))
     _, eqns = _added(reduction, shards)
     eqns[-1] = eqns[-1].replace(outvars=reduction.outvars)
     return [*found, (end, eqns)]

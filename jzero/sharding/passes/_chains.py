@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of equations that each read one value: gathers of a program's arguments, and the same on stacks."""
+"""Chains of equations: gathers of a program's arguments, sums of terms, and the same on stacks or tiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jzero.ir import _rules
 from jzero.ir._factors import Factor, with_size
+from jzero.ir._regions import Region, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._origins import VIEWS
@@ -56,6 +57,34 @@ def may_stand_in(eqn: Eqn) -> bool:
     """Whether it only views, casts or gathers one value."""
     known = all(map(_jaxpr.is_literal, eqn.invars[1:])) and len(eqn.outvars) == 1
     return known and (_waits.is_gather(eqn) or _rules.costs(eqn, *VIEWS))
+
+
+def terms_of(region: Region, total: Var) -> tuple[list[Var], list[Eqn]]:
+    """The terms of a sum, in order, and its additions, whose results nothing else reads."""
+    due, terms, adds = [total], list[Var](), list[Eqn]()
+    while due:
+        index = region.makers.get(x := due.pop())
+        eqn = None if index is None else region.jaxpr.eqns[index]
+        if eqn is not None and only_reader(region, x) is not None and _adds_alike(eqn):
+            adds.append(eqn)
+            due += map(_jaxpr.variable, eqn.invars[::-1])
+        else:
+            terms.append(x)
+    return terms, adds
+
+
+def _adds_alike(eqn: Eqn) -> bool:
+    """Whether it adds two values of one type."""
+    if eqn.primitive.name not in _rules.ADDS or len(variables(eqn.invars)) < 2:
+        return False
+    atoms = (*eqn.invars, *eqn.outvars)
+    return len({(x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in atoms}) == 1
+
+
+def only_reader(region: Region, var: Var) -> Eqn | None:
+    """The equation that alone reads a value; None for one that is read twice, or returned."""
+    readers, eqns = region.readers.get(var, []), region.jaxpr.eqns
+    return eqns[readers[0]] if len(readers) == 1 and readers[0] < len(eqns) else None
 
 
 def may_be_on_stack(eqn: Eqn) -> bool:

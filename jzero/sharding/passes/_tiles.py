@@ -37,7 +37,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
-from jzero.sharding.passes._chains import with_size_of
+from jzero.sharding.passes._chains import only_reader, terms_of, with_size_of
 from jzero.sharding.passes._cuts import Tiles, cut, read_range, shape_of_part, write_range
 from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
@@ -189,10 +189,6 @@ class _TilePlan:
         index = None if _jaxpr.is_literal(atom) else self.region.makers.get(atom)
         return None if index is None else self.region.jaxpr.eqns[index]
 
-    def _only_reader(self, var: Var) -> Eqn | None:
-        readers, eqns = self.region.readers.get(var, []), self.region.jaxpr.eqns
-        return eqns[readers[0]] if len(readers) == 1 and readers[0] < len(eqns) else None
-
     # -- products with a matrix ------------------------------------------------------------------------
     def _with_gathered(self, eqn: Eqn, place: int) -> _Cone | None:
         """The tiling of a product with a large gathered operand."""
@@ -250,10 +246,11 @@ class _TilePlan:
     def _plan_sum(self, eqn: Eqn) -> None:
         """Plans a reduction over devices, one axis after the other, if a term of it can be tiled."""
         reduces = [eqn]
-        while (following := self._only_reader(eqn.outvars[0])) and _scatters(following):
+        while (following := only_reader(self.region, eqn.outvars[0])) and _scatters(following):
             reduces.append(eqn := following)
         (x,) = reduces[0].invars
-        terms, adds = self._terms(x)
+        terms, adds = terms_of(self.region, _jaxpr.variable(x))
+        terms.reverse()  # The last one first, as they are added up.
         parts = self.parts_of(self.region, reduces[0])
         if self._is_small(x, max(self.itemsize, *map(self._widest, terms)), parts):
             return
@@ -287,21 +284,9 @@ class _TilePlan:
             term = eqn.invars[0]
         return term, tuple(pads)
 
-    def _terms(self, atom: Atom) -> tuple[list[Atom], list[Eqn]]:
-        due, terms, adds = [atom], list[Atom](), list[Eqn]()
-        while due:
-            eqn = self._maker(x := due.pop())
-            alone = eqn is not None and self._only_reader(_jaxpr.variable(x)) is not None
-            if eqn is None or not alone or not _adds_alike(eqn):
-                terms.append(x)
-                continue
-            adds.append(eqn)
-            due += eqn.invars
-        return terms, adds
-
     def _puts_zeros(self, eqn: Eqn, dims: Sequence[int]) -> bool:
         """Whether it pads a value with zeros along other dims, for one reader."""
-        if eqn.primitive.name != "pad" or self._only_reader(eqn.outvars[0]) is None:
+        if eqn.primitive.name != "pad" or only_reader(self.region, eqn.outvars[0]) is None:
             return False
         config = eqn.params["padding_config"]
         return self._is_zero(eqn.invars[1]) and all(not any(config[dim]) for dim in dims)
@@ -351,7 +336,7 @@ class _TilePlan:
     def _products_behind(self, atom: Atom, dim: int) -> list[_TiledEquation] | None:
         """The products that a value is made of; None if it is made of anything else."""
         eqn = self._maker(atom)
-        if eqn is None or self._only_reader(_jaxpr.variable(atom)) is None:
+        if eqn is None or only_reader(self.region, _jaxpr.variable(atom)) is None:
             return None
         factor = _rules.factor_to(eqn, dim)
         product = _is_product(eqn)
@@ -394,14 +379,6 @@ def _is_product(eqn: Eqn) -> bool:
 
 def _adds(eqn: Eqn) -> bool:
     return eqn.primitive.name in _rules.ADDS
-
-
-def _adds_alike(eqn: Eqn) -> bool:
-    """Whether it adds two values of its result's shape."""
-    if not _adds(eqn) or len(variables(eqn.invars)) < 2:
-        return False
-    out = eqn.outvars[0].aval.shape
-    return all(x.aval.shape == out for x in eqn.invars)
 
 
 def _passes(eqn: Eqn) -> bool:
