@@ -134,10 +134,9 @@ def boxed(eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Var]) -> Eq
             effects=_jaxpr.effects_of(body), debug_info=inner.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
         )  # fmt: skip
 
-    # A call of as many values of the same types, whose body then is another.
-    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (*reads, *gives)]
-    run = jax.jit(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types[len(reads) :]])
-    (call,) = _jaxpr.trace_here(run, *types[: len(reads)]).jaxpr.eqns
+    # A call of as many values, whose body then is another: its parameters say nothing of their types.
+    run = jax.jit(lambda *_: [jnp.zeros(()) for _ in gives])
+    (call,) = _jaxpr.trace_here(run, *(0.0 for _ in reads)).jaxpr.eqns
     call = _jaxpr.with_inner(call, within)
     return call.replace(
         invars=[*reads], outvars=[*gives], effects=_jaxpr.effects_of(body),
