@@ -53,7 +53,7 @@ class Placement:
 
         The shardings are those of stored leaves, of the shape `LeafPlan.padded_shape`.
         """
-        signature, setting = self.programs.signature, self.programs.setting
+        signature, config = self.programs.signature, self.programs.config
         plans: tuple[LeafPlan, ...] | None
         # Where products must be known, and the state is all that the step takes, they are.
         alone = self.programs.options.weight_dtype is not None and signature.takes_state_alone
@@ -67,7 +67,7 @@ class Placement:
             fits = not signature.found or signature.is_state(state)
             named = signature.named(state, _call.WHO) if fits else state
             abstract = _call.abstract(named, "state")
-            plans = self.programs.layout_of(abstract, setting)
+            plans = self.programs.layout_of(abstract, config)
         if plans is None:
             backend, chosen = self.programs.options.offload, self.programs.options.weight_dtype
             if chosen is not None:
@@ -75,11 +75,11 @@ class Placement:
                     "shard", f"weight_dtype={chosen}, and the step's other arguments are not known",
                     "Those weights are quantized that matrix products read, and the step says which.",
                     "Call eval_step.shard(state, *args), with arrays or jax.ShapeDtypeStruct."))  # fmt: skip
-            leaves = _make.state_leaves(abstract, setting)
+            leaves = _make.state_leaves(abstract, config)
             plans = _leaves.plan_from_shapes(
-                leaves, setting.stage_axes, backend.first_tier, backend.streams
+                leaves, config.stage_axes, backend.first_tier, backend.streams
             )
-        return plans, _program.shardings_of(plans, setting.mesh)
+        return plans, _program.shardings_of(plans, config.mesh)
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
         """Where each leaf of a state goes; from `leaf_plans` or a program."""
@@ -88,14 +88,14 @@ class Placement:
         if known is None or known[0] is not plans or known[1] is not shardings:
             axes: tuple[str, ...] = ()
             if self.programs.options.offload.tier in (HOST, NVME):
-                setting = self.programs.setting
-                axes = _leaves.axes_away(plans, setting.stage_axes.shard_axes)
+                config = self.programs.config
+                axes = _leaves.axes_away(plans, config.stage_axes.shard_axes)
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
         return known[2]
 
     def check_devices(self, how: str) -> None:
         """Refuses what needs devices on a mesh that has none."""
-        if not isinstance(self.programs.setting.mesh, Mesh):
+        if not isinstance(self.programs.config.mesh, Mesh):
             raise MeshError(message(
                 _call.WHO, f"the mesh is abstract, and the step is {how}",
                 "An AbstractMesh has no devices: it serves plan, describe and state_shardings.",
@@ -128,7 +128,7 @@ class Placement:
             if filling:
                 filling.start([*map(_writes.of, leaves)])
             placed = _placing.place_state(leaves, places, held, filling, errors)
-        if filling and not self.programs.setting.evaluates:
+        if filling and not self.programs.config.evaluates:
             _writes.settle(placed)
         else:
             _writes.carry(leaves, placed)
@@ -164,21 +164,21 @@ class Placement:
         leaves: Sequence[Any] | None = None,
     ) -> Filling | None:
         """New files for the leaves that are stored in some; None if none is, or all are there already."""
-        setting = self.programs.setting
+        config = self.programs.config
         away = [
             i for i, plan in enumerate(plans)
             if plan.tier == NVME and not (leaves and leaves[i] is None)
         ]  # fmt: skip
         if not away:
             return None
-        spec: StoreSpec | None = setting.options.offload.files_of(
+        spec: StoreSpec | None = config.options.offload.files_of(
             self.programs.step_of(plans), tuple(plans[i] for i in away),
-            [places[i].sharding for i in away], setting.stage_axes.shard_axes,
+            [places[i].sharding for i in away], config.stage_axes.shard_axes,
         )  # fmt: skip
         if spec is None:
             return None
         # What is only read is read wherever it is.
-        kind = None if setting.evaluates else spec
+        kind = None if config.evaluates else spec
         if leaves and all(is_in_files(leaves[i], places[i].placement, kind) for i in away):
             return None
         there = {
@@ -204,11 +204,11 @@ class Placement:
         sections: Callable[[], _agreement.Sections],
     ) -> None:  # fmt: skip
         """Every process is about to make the same state, and each has memory for what it `needs` of it."""
-        setting = self.programs.setting
-        shortage = _available.shortage(needs, setting.mesh)
+        config = self.programs.config
+        shortage = _available.shortage(needs, config.mesh)
         memory = shortage.found if shortage else "enough"
-        _agreement.agree(who, setting.mesh, lambda: {
-            **_identity.of_state(setting, plans), "memory": [memory], **sections()
+        _agreement.agree(who, config.mesh, lambda: {
+            **_identity.of_state(config, plans), "memory": [memory], **sections()
         })  # fmt: skip
         _available.check(who, shortage)
 
@@ -232,13 +232,13 @@ class Placement:
         state = None if last is None else last.state(call)
         if last is None or state is None:
             return None
-        self.programs.agree_again(last.program, call.setting)
+        self.programs.agree_again(last.program, call.config)
         return last.program, state
 
     def ready(self, call: FlatCall) -> tuple[Program, list[Any]]:
         """The same of any call: its program, on which all processes agree, and its state, placed."""
         _check_values(call)
-        program = self.programs.agreed(call.call, call.setting)
+        program = self.programs.agreed(call.call, call.config)
         plan, unread = program.plan, program.plan.unread
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
         leaves = _weak.strong(leaves, program.state)

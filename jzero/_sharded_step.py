@@ -107,7 +107,7 @@ class ShardedStep(Generic[StepArgs, Result]):
           Elsewhere: its state is in other arguments; the next time it is looked for there.
         """
         bound = self._programs.signature.bind(self._given(args), kwargs)
-        call = FlatCall.of(bound, self._programs.setting)
+        call = FlatCall.of(bound, self._programs.config)
         donates = self._programs.options.donate
         use = Use(self._who, call.call.state, consumes=donates)
         try:
@@ -137,7 +137,7 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         bound = self._programs.bind(self._given(args), kwargs)
-        call = FlatCall.of(bound, self._programs.setting)
+        call = FlatCall.of(bound, self._programs.config)
         use = Use(self._who, call.call.state, consumes=False)
         try:
             inputs = self._placement.inputs(call)
@@ -244,7 +244,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
-        place = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        place = NamedSharding(self._programs.config.mesh, PartitionSpec())
         run = differentiable(
             placed, lambda: program.as_written, program.closes_over, place, self._who
         )
@@ -254,7 +254,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)
             new = [PartitionSpec() if leaf.padding else s.spec for leaf, s in pairs]
-            specs = [] if self._programs.setting.evaluates else new
+            specs = [] if self._programs.config.evaluates else new
             outs = [*map(_layout.partition_spec, plan.outputs)]
             run = jax.sharding.auto_axes(run, axes=axes, out_sharding=(specs, outs))
         with jax.sharding.use_abstract_mesh(mesh):
@@ -407,7 +407,7 @@ class ShardedStep(Generic[StepArgs, Result]):
                 )
             jaxpr, (_, arrays) = program.as_traced().jaxpr, placed_inputs(call, program)
         return _printed_program.as_traced(
-            name, jaxpr, program.plan, self._programs.setting.mesh.shape,
+            name, jaxpr, program.plan, self._programs.config.mesh.shape,
             dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
 
@@ -519,7 +519,7 @@ class ShardedStep(Generic[StepArgs, Result]):
                 "flush", "the state has delayed gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
                 "Call flush of the train_step that returned the state."))  # fmt: skip
-        _agreement.note("flush", self._programs.setting.mesh)
+        _agreement.note("flush", self._programs.config.mesh)
         step = pending.step
         use = Use("flush", self._named(state), consumes=True)
         placed = self._placement.place(self._named(state), leaves, step.leaves, step.shardings)
@@ -539,14 +539,14 @@ class ShardedStep(Generic[StepArgs, Result]):
         if static is not None:
             return static.whole(self.unshard(arrays))
         _agreement.check("unshard")
-        setting = self._programs.setting
-        full = NamedSharding(setting.mesh, PartitionSpec())
+        config = self._programs.config
+        full = NamedSharding(config.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         named = self._named(state)
         _placing.check_alive(named, leaves, "unshard")
         _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.has_sharding(x, full) for x in leaves):
-            _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
+            _agreement.confirm("unshard", mesh=config.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, LeafArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
@@ -577,7 +577,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         else:
             state, _ = _modules.apart_modules(state)
             plans, shardings = self._leaf_plans(state, args, kwargs)
-        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        full = NamedSharding(self._programs.config.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
@@ -629,7 +629,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             return jax.tree.unflatten(tree, map(rows_of, leaves))
         with self._asked("rows"):
             plans, shardings = self._leaf_plans(state, args, kwargs)
-        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        full = NamedSharding(self._programs.config.mesh, PartitionSpec())
         return jax.tree.unflatten(tree, [
             jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
             else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=full if plan.padding else place)

@@ -353,7 +353,7 @@ class Checkpointer:
 
     def _alike(self, who: str, data_iterator: Any) -> contextlib.AbstractContextManager[None]:
         """What all processes do with a data iterator, or none of them with none: if one fails, all do."""
-        mesh = self._train_step._programs.setting.mesh
+        mesh = self._train_step._programs.config.mesh
         return _agreement.alike(who, mesh, lambda: _given(data_iterator))
 
     def _whole(self, who: str, step: int | None) -> Path:

@@ -89,7 +89,7 @@ def restore_for(
         raise CheckpointError(message(
             who, f"state is the function {name}", "A state is restored into its shapes.",
             f"Pass jax.eval_shape({name}, ...), with the arguments of {name}."))  # fmt: skip
-    mesh = train_step._programs.setting.mesh
+    mesh = train_step._programs.config.mesh
     with _agreement.alike(who, mesh, lambda: {"checkpoint": _stored.identity(task.stored)}):
         task = _Task(who, path, train_step, state, args, kwargs)
     with _agreement.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
@@ -121,7 +121,7 @@ class _Task:
         self._filling = placement.filling(self._plans, places)
         self._places = dict(zip(names, places, strict=True))
         needs = _placing.host_needs(places)
-        _available.check(who, _available.shortage(needs, placement.programs.setting.mesh))
+        _available.check(who, _available.shortage(needs, placement.programs.config.mesh))
 
     def _warn_of_zeros(self) -> None:
         """Of leaves that were saved beside state in files: they may stand for what is there."""

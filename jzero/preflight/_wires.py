@@ -243,7 +243,7 @@ def compare_wires(
     mesh, rates = dict(step.mesh.shape), rates_of(target, topology)
     level = level_of(range(topology.num_devices), target, topology)
     targets = [with_links(target, {level: rate}) for rate in rates]
-    wires = [Wire("exact", {}), *formats(step._programs.setting.axes, target, topology, mesh)]
+    wires = [Wire("exact", {}), *formats(step._programs.config.axes, target, topology, mesh)]
     times, refused = list[WireTime](), list[tuple[str, str]]()
     for wire in wires:
         try:

@@ -12,7 +12,7 @@ import jax
 
 from jzero.offload.memory._leaf_array import LeafArray
 from jzero.segments._program import Program
-from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._config import StepConfig
 from jzero.tracing import _call
 from jzero.tracing._signature import Call
 
@@ -26,31 +26,31 @@ class FlatCall(NamedTuple):
 
     Attributes:
       call: it.
-      setting: what its program is for.
+      config: what its program is for.
       state: leaves of the state.
       arrays: those of the other arguments.
       others: what else tells two calls apart.
     """
 
     call: Call
-    setting: Setting
+    config: StepConfig
     state: list[Any]
     arrays: list[Any]
     others: tuple[Any, ...]
 
     @classmethod
-    def of(cls, call: Call, setting: Setting) -> FlatCall:
+    def of(cls, call: Call, config: StepConfig) -> FlatCall:
         state, tree = jax.tree.flatten(call.state)
         arrays, arrays_tree = jax.tree.flatten(call.arrays)
         others = (
-            setting,
+            config,
             call.static_key,
             tree,
             arrays_tree,
             list(map(type, arrays)),
             _call.marks(arrays),
         )
-        return cls(call, setting, state, arrays, others)
+        return cls(call, config, state, arrays, others)
 
     @property
     def is_traced(self) -> bool:

@@ -14,22 +14,22 @@ from jzero._errors import describe_leaf
 from jzero.processes import _agreement
 from jzero.processes._unlike import PROGRAM, SHAPES
 from jzero.segments._program import Program
+from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._signature import Call
 
 
-def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
+def of_state(config: StepConfig, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
     """Versions, options, mesh, and where each leaf is stored."""
-    options = setting.options
-    axes = ", ".join(f"{name}={size}" for name, size in setting.mesh.shape.items())
+    options = config.options
+    axes = ", ".join(f"{name}={size}" for name, size in config.mesh.shape.items())
     return {
         "versions": [f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"],
         "options": [f"{x.name}={getattr(options, x.name)!r}" for x in dataclasses.fields(options)],
         "mesh": [
-            f"{axes}; data axes {setting.axis_names}",
-            *(f"device {d.id} of process {d.process_index}" for d in setting.mesh.devices.flat),
+            f"{axes}; data axes {config.axis_names}",
+            *(f"device {d.id} of process {d.process_index}" for d in config.mesh.devices.flat),
         ],
         "state": [leaf.row() for leaf in leaves],
     }
@@ -55,11 +55,13 @@ def _line(path: str, leaf: Any) -> str:
     return describe_leaf(path, aval.shape, aval.dtype)
 
 
-def of_program(setting: Setting, call: Call, program: Program, traced: Any) -> dict[str, list[str]]:
+def of_program(
+    config: StepConfig, call: Call, program: Program, traced: Any
+) -> dict[str, list[str]]:
     """The same, the arguments, and the trace of the program: all that decides what is compiled."""
     paths = _call.argument_paths(call.arrays)
     pairs = zip(paths, program.argument_shardings, strict=True)
-    state = of_state(setting, program.plan.leaves)
+    state = of_state(config, program.plan.leaves)
     return state | {
         "state": [*state["state"], f"plan {program.plan.fingerprint}"],
         **of_call(call),

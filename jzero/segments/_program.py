@@ -19,6 +19,7 @@ from jzero.offload.schedule import _folds
 from jzero.segments import _derivatives
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._local_step import (
@@ -32,7 +33,6 @@ from jzero.sharding.plan._local_step import (
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _call, _jaxpr, _not_arrays, _objects, _reading, _weak
 from jzero.tracing._forwarded import restored
@@ -104,7 +104,7 @@ class Program:
 
 
 def build(
-    step_fn: Callable[..., Any], signature: Signature, setting: Setting, state: Any,
+    step_fn: Callable[..., Any], signature: Signature, config: StepConfig, state: Any,
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
     stored: Sequence[StoredLeaf | None] = (),
 ) -> Program:  # fmt: skip
@@ -113,7 +113,7 @@ def build(
     Args:
       step_fn: the user's step.
       signature: how it is called.
-      setting: stage and mesh.
+      config: stage and mesh.
       state: its tree of `ShapeDtypeStruct`s.
       arrays: the same for every other argument, by name.
       static: the static arguments.
@@ -122,7 +122,7 @@ def build(
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
-    num_state, mesh = len(state_avals), setting.mesh
+    num_state, mesh = len(state_avals), config.mesh
     first, signature = signature.state_names, signature.of_objects(static)
 
     def run(*leaves: Any) -> Any:
@@ -138,7 +138,7 @@ def build(
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any, promotes: bool = False, reads: bool = True) -> Any:
-        if setting.evaluates and signature.takes_objects:
+        if config.evaluates and signature.takes_objects:
             return restored(run, *leaves).changed(leaves[:num_state])
         try:
             outs = run(*leaves)
@@ -148,7 +148,7 @@ def build(
         if isinstance(outs, Mutated):
             _objects.check_no_state(signature.state_names, outs.result, arrays)
             return outs
-        if setting.evaluates or not reads:
+        if config.evaluates or not reads:
             return outs
         if isinstance(outs, Filtered):
             return Filtered(read(outs.arrays, leaves, promotes), outs.static)
@@ -165,25 +165,25 @@ def build(
         return outs
 
     flat_step.__signature__ = _leaf_signature(state, first[0], arrays)  # type: ignore[attr-defined]
-    may = any(aval.weak_type for aval in state_avals) and not setting.evaluates
+    may = any(aval.weak_type for aval in state_avals) and not config.evaluates
     flat = FlatStep(
         functools.partial(flat_step, promotes=True) if may else flat_step,
         functools.partial(flat_step, reads=False),
         state_avals, state_tree, arrays, array_avals, signature.specs, signature,
     )  # fmt: skip
     try:
-        local = local_step(flat, setting)
+        local = local_step(flat, config)
     except _weak.PromotedState as found:
-        flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
-        local = local_step(flat, setting)
+        flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, config)
+        local = local_step(flat, config)
     state = jax.tree.unflatten(state_tree, flat.state)
 
-    plan, analysis = make_plan(local, state_leaves(state, setting), setting, stored)
+    plan, analysis = make_plan(local, state_leaves(state, config), config, stored)
     shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
-    runs = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+    runs = config.options.offload.program(plan, analysis, mesh, shardings, shared)
     written = runs.found
     movements = with_paths(written.movements, local.traced.out_tree)
-    check_movements(movements, setting.options.comm.max_gather_bytes)
+    check_movements(movements, config.options.comm.max_gather_bytes)
     traced = local.traced.whole or local.traced.frame
     return Program(
         written.described(plan),
@@ -196,7 +196,7 @@ def build(
         local.whole_arguments,
         local.extra_work(*written.repeated(plan, analysis)),
         tuple(flat.state),
-        functools.partial(as_traced, flat, setting),
+        functools.partial(as_traced, flat, config),
         tuple(x for x in traced.consts if isinstance(x, jax.core.Tracer)),
     )
 

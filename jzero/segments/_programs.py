@@ -23,12 +23,12 @@ from jzero.offload.memory._leaf_array import is_coded, storage_of
 from jzero.processes import _agreement
 from jzero.segments import _identity, _program
 from jzero.segments._program import Program
-from jzero.sharding.plan import _setting
+from jzero.sharding.plan import _config
+from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
-from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _reading
 from jzero.tracing._batch import Batch
 from jzero.tracing._reading import Elsewhere
@@ -48,19 +48,19 @@ class Programs:
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
       evaluates: the step reads its state, and returns none.
-      built: by setting, static arguments and shapes, and how the leaves are stored that an evaluation reads.
+      built: by config, static arguments and shapes, and how the leaves are stored that an evaluation reads.
     """
 
     def __init__(
         self, step_fn: Callable[..., Any], signature: Signature, options: Options, mesh: Any,
         evaluates: bool = False, trained_by: Programs | None = None,
     ):  # fmt: skip
-        _setting.check_mesh(mesh)
+        _config.check_mesh(mesh)
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self.evaluates, self._trained_by = mesh, evaluates, trained_by
         # The state of the last program, or that was placed before, of shapes.
         self._trained: Any = None
-        self._setting: tuple[Any, Setting] | None = None
+        self._config: tuple[Any, StepConfig] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, Program] = {}
@@ -103,18 +103,18 @@ class Programs:
         return Programs(eval_step, signature, options, self.mesh, True, self)
 
     @property
-    def setting(self) -> Setting:
+    def config(self) -> StepConfig:
         """What a call would be for now: the same object as before, if the mesh is the same."""
-        around = _setting.around(self.mesh, self.options.axes.axis_name)
-        if self._setting is None or self._setting[0] != around:
-            setting = _setting.setting_of(self.options, self.mesh, self.evaluates)
-            self._setting = around, setting
-        return self._setting[1]
+        around = _config.around(self.mesh, self.options.axes.axis_name)
+        if self._config is None or self._config[0] != around:
+            config = _config.config_of(self.options, self.mesh, self.evaluates)
+            self._config = around, config
+        return self._config[1]
 
     @property
     def known_mesh(self) -> Any:
         """The mesh they are for, or of the last call; None before a call on the current one."""
-        return self.mesh if self._setting is None else self._setting[1].mesh
+        return self.mesh if self._config is None else self._config[1].mesh
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart, once it is known which arguments are the state."""
@@ -202,47 +202,47 @@ class Programs:
         Raises:
           Elsewhere: other arguments are the state; `signature` says so from now on.
         """
-        return self._of(call, self.setting)
+        return self._of(call, self.config)
 
     def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
-        call, setting = self.bind(args, kwargs), self.setting
+        call, config = self.bind(args, kwargs), self.config
         plan = self.of(call).plan
         dims, parts = plan.microbatches.dims, [0 for _ in plan.arguments]
         for k, (spec, dim) in enumerate(zip(plan.arguments, dims, strict=True)):
             names = () if dim is None else _call.spec_axes(spec[dim])
-            parts[k] = plan.accumulate * math.prod(setting.axes[axis] for axis in names)
+            parts[k] = plan.accumulate * math.prod(config.axes[axis] for axis in names)
         return Batch.of(who, self.signature, call, dims, parts)
 
-    def _of(self, call: Call, setting: Setting) -> Program:
-        seen = self._dispatch_key(call, setting)
+    def _of(self, call: Call, config: StepConfig) -> Program:
+        seen = self._dispatch_key(call, config)
         if seen not in self._seen:
-            self._seen[seen] = self._of_shapes(call, setting)
+            self._seen[seen] = self._of_shapes(call, config)
         return self._seen[seen]
 
-    def _dispatch_key(self, call: Call, setting: Setting) -> Any:
+    def _dispatch_key(self, call: Call, config: StepConfig) -> Any:
         shapes = _call.signature_of((call.state, call.arrays))
-        return setting, call.static_key, shapes, self._stored_leaves(call, setting)
+        return config, call.static_key, shapes, self._stored_leaves(call, config)
 
-    def _stored_leaves(self, call: Call, setting: Setting) -> tuple[StoredLeaf | None, ...]:
+    def _stored_leaves(self, call: Call, config: StepConfig) -> tuple[StoredLeaf | None, ...]:
         """Of an evaluation, how each leaf of the state is stored: it is read there."""
         if not self.evaluates:
             return ()
         in_files = self.options.offload.tier == NVME
         leaves = jax.tree.leaves(call.state)
-        return tuple([_stored_as(leaf, setting.mesh, in_files) for leaf in leaves])
+        return tuple([_stored_as(leaf, config.mesh, in_files) for leaf in leaves])
 
-    def _of_shapes(self, call: Call, setting: Setting) -> Program:
+    def _of_shapes(self, call: Call, config: StepConfig) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
         leaves, tree = jax.tree.flatten((state, arrays))
-        stored = self._stored_leaves(call, setting)
-        key = (setting, tree, call.static_key, _avals_key(leaves), stored)
+        stored = self._stored_leaves(call, config)
+        key = (config, tree, call.static_key, _avals_key(leaves), stored)
         if key not in self.built:
             try:
                 program = _program.build(
-                    self._step_fn, self.signature, setting, state, arrays, call.static,
+                    self._step_fn, self.signature, config, state, arrays, call.static,
                     self._shared, stored,
                 )  # fmt: skip
             except Elsewhere as found:
@@ -257,7 +257,7 @@ class Programs:
             later = [*program.state, *leaves[len(program.state) :]]
             self.built.setdefault((*key[:3], _avals_key(later), stored), program)
             new = jax.tree.unflatten(jax.tree.structure(state), program.state)
-            self._layouts[_state_key(new, setting)] = program.plan.leaves
+            self._layouts[_state_key(new, config)] = program.plan.leaves
             self._warn_of(program, arrays)
         return self.built[key]
 
@@ -277,31 +277,31 @@ class Programs:
             self._warned.add(AT_ONCE)
             warn(at_once_warning(self.signature.name, program.plan.accumulate, made))
 
-    def agreed(self, call: Call, setting: Setting) -> Program:
+    def agreed(self, call: Call, config: StepConfig) -> Program:
         """The program for a call that is about to run: every process must have built, and call, the same.
 
         Raises:
           ProcessError: one has another, or does not come.
         """
-        program = self._seen.get(self._dispatch_key(call, setting))
+        program = self._seen.get(self._dispatch_key(call, config))
         if program is None or id(program) not in self._agreed:
-            return self._agreed_first(call, setting)
-        self.agree_again(program, setting)
+            return self._agreed_first(call, config)
+        self.agree_again(program, config)
         return program
 
-    def agree_again(self, program: Program, setting: Setting) -> None:
+    def agree_again(self, program: Program, config: StepConfig) -> None:
         """Notes a call of a program that has run before; if the last call was of another, processes meet."""
         before = self._agreed[id(program)]
-        if before.name and not _agreement.goes_on(setting.mesh, before.name):
-            _agreement.agree_again(WHO, setting.mesh, before)
+        if before.name and not _agreement.goes_on(config.mesh, before.name):
+            _agreement.agree_again(WHO, config.mesh, before)
 
-    def _agreed_first(self, call: Call, setting: Setting) -> Program:
+    def _agreed_first(self, call: Call, config: StepConfig) -> Program:
         """The program for a call that none has run before."""
         failures: list[Exception] = []
         if self.signature.may_change:
             # Before they compare anything: another process may know where the state is, as it was asked.
             try:
-                self._of(call, setting)
+                self._of(call, config)
             except Elsewhere:
                 raise
             except Exception as error:
@@ -311,21 +311,21 @@ class Programs:
             try:
                 if failures:
                     raise failures.pop()
-                program = self._of(call, setting)
+                program = self._of(call, config)
             except Exception as error:
                 if self._agreed:  # The others may run what they know, and not come.
                     raise
                 failures.append(error)
                 return {"call": [f"failed with {type(error).__name__}: {error}"]}
             traced = program.step.trace(*placed_inputs(call, program))
-            return _identity.of_program(setting, call, program, traced)
+            return _identity.of_program(config, call, program, traced)
 
         agreement = _agreement.agree(
-            WHO, setting.mesh, sections, about=lambda: _identity.of_call(call)
+            WHO, config.mesh, sections, about=lambda: _identity.of_call(call)
         )
         if failures:
             raise failures[0]
-        program = self._of(call, setting)
+        program = self._of(call, config)
         self._agreed[id(program)] = agreement
         return program
 
@@ -334,14 +334,14 @@ class Programs:
         found = [x.step for x in self.built.values() if x.plan.leaves is plans]
         return found[-1] if found else None
 
-    def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
+    def layout_of(self, state: Any, config: StepConfig) -> tuple[LeafPlan, ...] | None:
         """Where the leaves of a state of `ShapeDtypeStruct`s are stored, as the last program for it has them.
 
         Before there is any, a state that is placed is what evaluations read.
         """
         if not self.built:
             self._trained = state
-        return self._layouts.get(_state_key(state, setting))
+        return self._layouts.get(_state_key(state, config))
 
 
 def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
@@ -396,9 +396,9 @@ def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
 
 
-def _state_key(state: Any, setting: Setting) -> Any:
+def _state_key(state: Any, config: StepConfig) -> Any:
     leaves, tree = jax.tree.flatten(state)
-    return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    return config, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def _stored_as(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:

@@ -14,7 +14,7 @@ from jzero._folded import listed
 from jzero._quantities import readable_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.partition._saved import SavedValue
-from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._config import StepConfig
 from jzero.tracing import _call
 
 # Less than it takes to start a step: 0.1 ms of one CPU core, 1 us of a GPU.
@@ -101,7 +101,7 @@ class RowsOf(NamedTuple):
 
 
 def extra_work(
-    work: float, repeated: Sequence[Repeated], rows: Sequence[RowsOf], setting: Setting
+    work: float, repeated: Sequence[Repeated], rows: Sequence[RowsOf], config: StepConfig
 ) -> tuple[Extra, ...]:
     """What is done more than once, and is worth a line."""
     ratios = defaultdict[str, float](lambda: 1)
@@ -113,15 +113,15 @@ def extra_work(
     others = [x._replace(extra=x.extra - (ratio - 1) * x.flops) for x in repeated]
     others = sorted((x for x in others if x.extra > 0), key=lambda x: -x.extra)
     whole = sum(x.extra for x in others)
-    left = [axis for axis in setting.axis_names if rows and all(axis not in x.axes for x in rows)]
+    left = [axis for axis in config.axis_names if rows and all(axis not in x.axes for x in rows)]
     every = work + padding + whole
-    devices = math.prod(setting.axes.values())
+    devices = math.prod(config.axes.values())
     found = []
     if padding and padding >= LEAST_SHARE * every:
         uneven = [x for x in rows if x.size % x.parts]
-        found.append(Extra(*_uneven(uneven, setting), padding / every, padding / devices))
+        found.append(Extra(*_uneven(uneven, config), padding / every, padding / devices))
     if whole and whole >= LEAST_SHARE * every:
-        texts = _unsplit(left, rows, setting) if left else _run_whole(others, every, rows, setting)
+        texts = _unsplit(left, rows, config) if left else _run_whole(others, every, rows, config)
         found.append(Extra(*texts, whole / every, whole / devices))
     return tuple(found)
 
@@ -129,9 +129,9 @@ def extra_work(
 _Texts = tuple[str, str, str, str, str]
 
 
-def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
+def _uneven(rows: Sequence[RowsOf], config: StepConfig) -> _Texts:
     num = rows[0].parts
-    devices = math.prod(setting.axes[axis] for axis in rows[0].axes)
+    devices = math.prod(config.axes[axis] for axis in rows[0].axes)
     microbatches, sizes = num // devices, sorted({x.size for x in rows})
     each = [f"from {size} to {to}" for size, to in sorted({(x.size, _padded(x)) for x in rows})]
     over = counted(devices, "device", "devices")
@@ -155,8 +155,8 @@ def _padded(rows: RowsOf) -> int:
     return -(-rows.size // rows.parts) * rows.parts
 
 
-def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], setting: Setting) -> _Texts:
-    axes = tuple(setting.axis_names)
+def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], config: StepConfig) -> _Texts:
+    axes = tuple(config.axis_names)
     own = tuple(axis for axis in axes if axis not in left)
     return (
         "unsplit",
@@ -170,12 +170,12 @@ def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], setting: Setting) -> _
 
 
 def _run_whole(
-    lines: Sequence[Repeated], every: float, rows: Sequence[RowsOf], setting: Setting
+    lines: Sequence[Repeated], every: float, rows: Sequence[RowsOf], config: StepConfig
 ) -> _Texts:
     lines = [x for x in lines if x.extra / every >= LEAST_SHARE] or lines[:1]
     shown = [f"{x.operation} at {x.where} ({x.extra / every:.0%})" for x in lines[:_SHOWN]]
     more = len(lines) - len(shown)
-    axes = tuple(setting.axis_names)
+    axes = tuple(config.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
     rows = [x for x in rows if {*x.axes} == {*axes}]
     # Of minibatches dim 0 counts them, and a loop has as many iterations.
@@ -183,7 +183,7 @@ def _run_whole(
     looped = [x for x in rows if x.size in lengths and x.num_dims > 1]
     # Of consecutive slices, each of which is on few devices, a slice with every n-th row has some of each.
     slices = frozenset[int]().union(*(x.row_loops for x in lines[:_SHOWN]))
-    devices = math.prod(setting.axes.values())
+    devices = math.prod(config.axes.values())
     strides = [n for n in slices if rows and all(x.size % (n * devices) == 0 for x in rows)]
     instead = ""
     if looped:

@@ -25,9 +25,9 @@ from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import REPLICATED, Movement
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.plan import _layout, _outputs, _trace, _undeclared
+from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
 from jzero.sharding.plan._layout import StoredLayout
-from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._call import BatchSpecs
@@ -92,26 +92,26 @@ class FlatStep:
     signature: Signature
 
 
-def local_step(step: FlatStep, setting: Setting) -> LocalStep:
+def local_step(step: FlatStep, config: StepConfig) -> LocalStep:
     """What is partitioned of a step.
 
     Steps with collectives of their own over the data axes are one device's already; others the whole batch's.
     """
     try:
-        found = of_whole_batch(step, setting)
+        found = of_whole_batch(step, config)
     except _reading.Unclear as unclear:
-        _read_beside_state(unclear, step, setting)
+        _read_beside_state(unclear, step, config)
         raise
     if found is None:
-        found = of_one_device(step, setting)
-    elif not step.signature.declared and not setting.evaluates:
-        _read_updated(found, step, setting)
-    if step.signature.found and not setting.evaluates:
+        found = of_one_device(step, config)
+    elif not step.signature.declared and not config.evaluates:
+        _read_updated(found, step, config)
+    if step.signature.found and not config.evaluates:
         _check_updates(found.traced, step)
     return found
 
 
-def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setting) -> None:
+def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, config: StepConfig) -> None:
     """Reads a step once more whose state is clear but for arguments that are batch, or that nothing updates.
 
     Raises:
@@ -120,7 +120,7 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
     found, batch = unclear.found, of_batch(unclear.found, unclear.arguments)
     left = [name for name in (*found.unclear, *found.alike) if name not in batch]
     if left and found.state:
-        traced = _as_written(step, step.plain, setting)
+        traced = _as_written(step, step.plain, config)
         assert traced is not None  # It was traced so before.
         state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
         independent = _undeclared.independent(
@@ -152,41 +152,41 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
         _reading.refuse_anew(step.signature, anew)
 
 
-def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
+def promoted(step: FlatStep, state: list[Any], config: StepConfig) -> FlatStep:
     """The step with these types of its state, if it computes the same with them; else the step as it is.
 
     One with collectives of its own stays as it is, too.
     """
     strong = dataclasses.replace(step, state=state)
-    weak, new = [_as_written(x, x.fn, setting) for x in (step, strong)]
+    weak, new = [_as_written(x, x.fn, config) for x in (step, strong)]
     if weak is None or new is None:
         return step
     return strong if _weak.computes_the_same(weak, new, state) else step
 
 
 def _as_written(
-    step: FlatStep, fn: Callable[..., Any], setting: Setting, on_mesh: bool = False
+    step: FlatStep, fn: Callable[..., Any], config: StepConfig, on_mesh: bool = False
 ) -> _jaxpr.Traced | None:
     """The trace of a function of all leaves of a step; None if it has collectives of its own.
 
     What it says of layouts is of all axes if it runs `on_mesh`, else of those that are no data axes.
     """
     avals = [*step.state, *step.array_avals]
-    axes = {name: setting.mesh.shape[name] for name in setting.mesh.axis_names}
-    automatic = axes if on_mesh and setting.automatic else setting.automatic
-    return _trace.trace_plainly(fn, avals, axes, automatic, setting.axis_name is not None)
+    axes = {name: config.mesh.shape[name] for name in config.mesh.axis_names}
+    automatic = axes if on_mesh and config.automatic else config.automatic
+    return _trace.trace_plainly(fn, avals, axes, automatic, config.axis_name is not None)
 
 
-def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
+def _read_updated(found: LocalStep, step: FlatStep, config: StepConfig) -> None:
     """Retries a step that updates another argument as state; hidden states are batch-sharded."""
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
-        local = of_whole_batch(whole, setting)
+        local = of_whole_batch(whole, config)
         return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
-    are_split = [bool(spec) for spec in _batch_specs(step, setting).specs]
+    are_split = [bool(spec) for spec in _batch_specs(step, config).specs]
     suspects = _undeclared.like_state(found.traced, state, step.arrays, are_split)
     updated = [
         name for name, results in suspects.items()
@@ -197,32 +197,32 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
         _reading.read_updated(step.signature, outs, state, step.arrays, updated)
 
 
-def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
+def _batch_specs(step: FlatStep, config: StepConfig) -> BatchSpecs:
     return _call.batch_specs(
-        step.arrays, step.in_specs, setting.axes, setting.options.microbatches.num
+        step.arrays, step.in_specs, config.axes, config.options.microbatches.num
     )  # fmt: skip
 
 
-def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
+def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
     """The step at the shapes of the whole batch; None if it has collectives of its own."""
-    axes, split = _step_axes(setting), _batch_specs(step, setting)
-    parts = split.parts(setting.axes, setting.options.microbatches.num)
-    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
+    axes, split = _step_axes(config), _batch_specs(step, config)
+    parts = split.parts(config.axes, config.options.microbatches.num)
+    num_state, num_new = len(step.state), 0 if config.evaluates else len(step.state)
     avals = [*step.state, *step.array_avals]
     batch = _trace.trace_whole(
-        step.fn, avals, [*[P()] * num_state, *split.specs], parts, setting.options.needs_masters,
-        setting.axes | setting.automatic, setting.automatic, setting.axis_name is not None,
+        step.fn, avals, [*[P()] * num_state, *split.specs], parts, config.options.needs_masters,
+        config.axes | config.automatic, config.automatic, config.axis_name is not None,
     )  # fmt: skip
     if batch is None:
         return None
     # An evaluation has that of its training.
-    if setting.axis_name is not None and not setting.evaluates:
+    if config.axis_name is not None and not config.evaluates:
         raise OptionError(message(
             _call.WHO,
-            f"Axes(axis_name={setting.axis_name!r}), and the step has no collectives over it",
+            f"Axes(axis_name={config.axis_name!r}), and the step has no collectives over it",
             "It is the name by which a step written for jax.pmap calls the data axis; this one is written "
             "for the whole batch.", "Drop axis_name; Axes(batch=) names axes of the mesh."))  # fmt: skip
-    if not setting.evaluates:
+    if not config.evaluates:
         _outputs.check_outputs(batch, step.state, step.state_tree)
     given = batch.given[num_state:]
     paths = _call.argument_paths(step.arrays)
@@ -230,7 +230,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         describe_leaf(path, aval.shape, aval.dtype)
         for path, aval in zip(paths, step.array_avals, strict=True)
     ]
-    if split.are_of_several_dims and (found := setting.options.not_of_several_dims):
+    if split.are_of_several_dims and (found := config.options.not_of_several_dims):
         raise _refusal(found, split.specs, named)
     whole = tuple(
         leaf for leaf, own, spec in zip(named, given, split.specs, strict=True) if own != spec
@@ -249,7 +249,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs),
         (False,) * len(given),
         whole,
-        functools.partial(extra_work, rows=of_rows, setting=setting),
+        functools.partial(extra_work, rows=of_rows, config=config),
     )
 
 
@@ -287,25 +287,25 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
             f"Comm(max_gather_bytes={bad[0].nbytes}).", things="operations", shown=8))  # fmt: skip
 
 
-def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
+def of_one_device(step: FlatStep, config: StepConfig) -> LocalStep:
     """The step at the shapes of one device's shard of the batch."""
-    if step.signature.declared or setting.evaluates:
-        return _of_one_device(step, setting)
+    if step.signature.declared or config.evaluates:
+        return _of_one_device(step, config)
     state = jax.tree.unflatten(step.state_tree, step.state)
     failed = None
     if not holds_floats(state) or any(map(holds_optimizer_state, step.arrays.values())):
-        failed = _read_whole(step, setting)
+        failed = _read_whole(step, config)
     try:
-        return _of_one_device(step, setting)
+        return _of_one_device(step, config)
     except Exception as error:  # It may be that of state which was split.
         if failed is None:
-            _read_whole(step, setting)
+            _read_whole(step, config)
         elif isinstance(error, BatchError):
             raise failed from None
         raise
 
 
-def _read_whole(step: FlatStep, setting: Setting) -> Exception | None:
+def _read_whole(step: FlatStep, config: StepConfig) -> Exception | None:
     """Reads a step by what it returns of whole arguments: of a part of its state it may fail.
 
     Returns:
@@ -316,7 +316,7 @@ def _read_whole(step: FlatStep, setting: Setting) -> Exception | None:
     """
     avals = [*step.state, *step.array_avals]
     try:
-        _trace.trace_at_whole(step.fn, avals, _step_axes(setting), setting.automatic)
+        _trace.trace_at_whole(step.fn, avals, _step_axes(config), config.automatic)
     except (_reading.Elsewhere, StepError):
         raise
     except Exception as error:  # What it meets at the shapes of one device says more.
@@ -325,10 +325,10 @@ def _read_whole(step: FlatStep, setting: Setting) -> Exception | None:
     return None
 
 
-def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
-    options, axes = setting.options, _step_axes(setting)
-    specs, local, keys = _on_one_device(step, setting)
-    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
+def _of_one_device(step: FlatStep, config: StepConfig) -> LocalStep:
+    options, axes = config.options, _step_axes(config)
+    specs, local, keys = _on_one_device(step, config)
+    num_state, num_new = len(step.state), 0 if config.evaluates else len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
     try:
         traced = _trace.trace_written(
@@ -338,31 +338,31 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
             [False] * num_state + list(keys),
             axes,
             has_masters=options.needs_masters,
-            automatic=setting.automatic,
+            automatic=config.automatic,
         )
     except Exception as error:
         if not isinstance(error, JzeroError):
             error.add_note(_OF_ROWS)
         raise
     whole = [*step.state, *step.array_avals]
-    if not setting.evaluates:
+    if not config.evaluates:
         _outputs.check_outputs(traced, step.state, step.state_tree)
-    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, setting.automatic)
-    outputs = _outputs.output_layouts(traced, shapes, num_new, setting.axis_names)
+    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, config.automatic)
+    outputs = _outputs.output_layouts(traced, shapes, num_new, config.axis_names)
     _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
-    dims = tuple(_call.microbatch_dim(spec, setting.axis_names) for spec in specs)
+    dims = tuple(_call.microbatch_dim(spec, config.axis_names) for spec in specs)
     return LocalStep(traced, tuple(specs), tuple(outputs), dims, keys)
 
 
 def _on_one_device(
-    step: FlatStep, setting: Setting
+    step: FlatStep, config: StepConfig
 ) -> tuple[list[P], list[jax.ShapeDtypeStruct], tuple[bool, ...]]:
     """Specs of arguments, local shapes of all leaves, and which arguments are keys for all devices."""
     specs = _call.argument_specs(
-        step.arrays, step.in_specs, setting.batch_axes, setting.options.microbatches.num
+        step.arrays, step.in_specs, config.batch_axes, config.options.microbatches.num
     )
     local = [
-        _call.local_aval(aval, spec, setting.batch_axes)
+        _call.local_aval(aval, spec, config.batch_axes)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     ]
     keys = tuple(
@@ -372,22 +372,22 @@ def _on_one_device(
     return specs, [*step.state, *local], keys
 
 
-def as_traced(step: FlatStep, setting: Setting, on_mesh: bool = False) -> _jaxpr.Traced:
+def as_traced(step: FlatStep, config: StepConfig, on_mesh: bool = False) -> _jaxpr.Traced:
     """The trace of a step as it is written: of the whole batch, or of one device if it has collectives.
 
     With `on_mesh` it can be run, if it is of the whole batch.
     """
-    traced = _as_written(step, step.fn, setting, on_mesh)
+    traced = _as_written(step, step.fn, config, on_mesh)
     if traced is not None:
         return traced
-    _, local, keys = _on_one_device(step, setting)
+    _, local, keys = _on_one_device(step, config)
     keys = (*[False] * len(step.state), *keys)
-    return _trace.trace_on_device(step.fn, local, keys, _step_axes(setting), setting.automatic)
+    return _trace.trace_on_device(step.fn, local, keys, _step_axes(config), config.automatic)
 
 
-def _step_axes(setting: Setting) -> dict[str, int]:
+def _step_axes(config: StepConfig) -> dict[str, int]:
     """Names, as the step uses them, and sizes of the data axes."""
     return {
-        name: math.prod(setting.batch_axes[axis] for axis in axes)
-        for name, axes in setting.step_axes.items()
+        name: math.prod(config.batch_axes[axis] for axis in axes)
+        for name, axes in config.step_axes.items()
     }

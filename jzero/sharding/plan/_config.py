@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Setting`: what a program is built for, besides shapes; from what the user gave."""
+"""`StepConfig`: the user's options and the mesh, which with the shapes of a call decide on its program."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WHO = _call.WHO
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a program is built for, besides shapes.
+class StepConfig:
+    """What a program is built for, besides the shapes of a call.
 
     Attributes:
       options: what the user chose.
@@ -69,8 +69,8 @@ class Setting:
         return {name: (name,) for name in self.axis_names}
 
 
-def setting_of(options: Options, mesh: Any, evaluates: bool = False) -> Setting:
-    """The setting of a step on a mesh; None for whatever is current.
+def config_of(options: Options, mesh: Any, evaluates: bool = False) -> StepConfig:
+    """The config of a step on this mesh, or on whatever is current if it is None.
 
     Raises:
       MeshError: its axes and their names do not fit.
@@ -97,7 +97,7 @@ def setting_of(options: Options, mesh: Any, evaluates: bool = False) -> Setting:
             WHO, f"Axes(axis_name={axis_name!r}) is only one of the mesh's axes {names}",
             "A step's own axis stands for all data axes together.",
             "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-    return Setting(options, mesh, names, axis_name, tracing, evaluates)
+    return StepConfig(options, mesh, names, axis_name, tracing, evaluates)
 
 
 def check_mesh(mesh: Any) -> None:
@@ -109,7 +109,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
-    """A step's mesh of Auto axes, `jax.set_mesh`'s, and JAX's configuration: what its setting is made of.
+    """A step's mesh of Auto axes, `jax.set_mesh`'s, and JAX's configuration: what its config is made of.
 
     Without one of its own it is `jax.set_mesh`'s, else one axis over all devices.
     """
