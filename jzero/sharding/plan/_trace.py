@@ -63,7 +63,7 @@ class WholeBatch(NamedTuple):
     @property
     def dims(self) -> list[RowDims]:
         """The batch dims of each input."""
-        return [frozenset(d for d, entry in enumerate(spec) if entry) for spec in self.specs]
+        return [_dims_of(spec) for spec in self.specs]
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
         """The flops of the step, and those that `num` devices (or microbatches) repeat."""
@@ -143,6 +143,10 @@ def _is_of_scalars(eqn: Eqn) -> bool:
     if _jaxpr.autodiff_pass(eqn) is not None or not _rules.is_elementwise(eqn):
         return False
     return not any(atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
+
+
+def _dims_of(spec: P) -> RowDims:
+    return frozenset(dim for dim, entry in enumerate(spec) if entry)
 
 
 def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
