@@ -25,9 +25,9 @@ from jzero.ir._loops import MICROBATCHES
 from jzero.ir._regions import Region
 from jzero.ir._rows import looped_inputs
 from jzero.offload.memory._leaf_array import CodingError, is_coded
-from jzero.offload.schedule import _folds, _text
+from jzero.offload.schedule import _folds
 from jzero.offload.schedule._folds import Transfer
-from jzero.offload.schedule._schedule import Schedule
+from jzero.offload.schedule._schedule import Schedule, rows
 from jzero.reports import _prose, _tables
 from jzero.reports._prose import by_reason, first_lines
 from jzero.reports._step_time import PART_OF, StepTime, step_time
@@ -544,7 +544,7 @@ def _schedule_rows(found: Schedule) -> list[dict[str, Any]]:
     return [
         {"operation": row.op, "what": row.what, "nbytes": row.nbytes, "link": row.link,
          "depth": row.depth}
-        for row in _text.rows(found.ops)
+        for row in rows(found.ops)
     ]  # fmt: skip
 
 
