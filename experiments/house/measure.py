@@ -40,13 +40,13 @@ def table(lines: list[dict[str, Any]]) -> str:
     """A column for the latest line of each name."""
     latest = {line["name"]: line for line in lines}
     header = ["", *(f"{name} ({line['commit']})" for name, line in latest.items())]
-    rows: dict[str, list[str]] = {}
-    for line in latest.values():
+    rows: dict[str, list[str]] = {}  # Of what was not measured the cell is empty.
+    for column, line in enumerate(latest.values()):
         sections = {**line["walks"], "": line["rooms"] | line["words"]}
         for section, numbers in sections.items():
             for name, number in numbers.items():
                 title = f"{section}: {name}" if section else name
-                rows.setdefault(title, []).append(f"{number:g}")
+                rows.setdefault(title, [""] * len(latest))[column] = f"{number:g}"
     body = [header, ["---", *["---:"] * len(latest)], *([k, *v] for k, v in rows.items())]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
 
