@@ -16,7 +16,7 @@ from jzero import StepError
 from jzero.ir._layout import Partial, replicated
 from jzero.ir._loops import MICROBATCHES
 from jzero.segments._partitioned import Partitioned
-from jzero.sharding.partition._time import TimeAxis, step_over_time
+from jzero.sharding.partition._time_axis import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
 
 TX = optax.adam(1e-2)

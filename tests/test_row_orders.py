@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero.sharding.analysis._sorted_in_blocks import sorted_in_blocks
+from jzero.sharding.plan._sorted_in_blocks import sorted_in_blocks
 from jzero.tracing import _jaxpr, _rewrite
 
 ROWS, WIDTH, HIDDEN, EXPERTS, CHOSEN, BLOCKS = 32, 6, 10, 4, 2, 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obeys the policies of a step, one type for each memory in which optimizer state may be stored."""
+"""The backends of train steps, one for each memory in which optimizer state may be stored."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import OptimizerProgram
+from jzero.sharding.plan._backend import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._interface import ProgramInterface
-from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call

@@ -23,7 +23,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Compiled, Segment, Values, Var
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.cut._transfers import is_scalar
-from jzero.sharding.plan._offload import Window, waits
+from jzero.sharding.plan._backend import Window, waits
 from jzero.sharding.plan._plan import UpdateBucket
 
 # [Note: a loop of small programs]

@@ -22,8 +22,8 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import OptimizerProgram
+from jzero.sharding.plan._backend import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._stages import StageAxes
 
 _LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.

@@ -33,7 +33,7 @@ from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import SegmentFn, Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
-from jzero.sharding.plan._offload import Shared, Window, waits
+from jzero.sharding.plan._backend import Shared, Window, waits
 from jzero.tracing import _call
 
 WHO = _call.WHO

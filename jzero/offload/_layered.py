@@ -31,7 +31,7 @@ from jzero.sharding.cut._layer_parts import (
     ScannedLayers,
     StraightStage,
 )
-from jzero.sharding.plan._offload import Window
+from jzero.sharding.plan._backend import Window
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO

@@ -37,7 +37,7 @@ from jzero.offload.schedule._ops import Commit, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var
-from jzero.sharding.plan._offload import Shared, Window
+from jzero.sharding.plan._backend import Shared, Window
 from jzero.tracing import _call
 
 WHO = _call.WHO

@@ -16,8 +16,8 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _subgraphs
 from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan import _leaves
+from jzero.sharding.plan._backend import Backend, Leaves
 from jzero.sharding.plan._layout import Shard
-from jzero.sharding.plan._offload import Backend, Leaves
 from jzero.sharding.plan._plan import UpdateBucket
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 from jzero.tracing import _call

@@ -12,7 +12,7 @@ from jzero._errors import OptionError, message
 from jzero._numbers import Rates, Workload
 from jzero._quantities import COUNT_RULE, readable_flops, readable_rate
 from jzero.reports._sizes import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS, RoleBytes
-from jzero.sharding.plan._offload import Backend
+from jzero.sharding.plan._backend import Backend
 from jzero.sharding.plan._options import Options
 
 WHO = "estimate"

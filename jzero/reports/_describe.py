@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe(): what is stored where, and what a step moves, as a table a person reads."""
+"""describe(): what is stored where, and what a step moves; bytes are counted by `analysis/_traffic.py`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, Var
 from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.partition._partition import DeviceInput
-from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._interface import ValuePlan

@@ -16,7 +16,7 @@ from jzero.ir._layout import Layout, Pad, from_spec, replicated
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
-from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._interface import ValuePlan

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jzero._errors import message
 from jzero._memory_kinds import DEVICE
 from jzero.segments._whole import WholeStep
-from jzero.sharding.plan._offload import Leaves, StepProgram
+from jzero.sharding.plan._backend import Leaves, StepProgram
 from jzero.tracing import _jaxpr
 
 

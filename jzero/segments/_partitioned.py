@@ -19,7 +19,7 @@ from jzero.sharding.partition._matrix_buckets import DistributedUpdates
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, movements
 from jzero.sharding.partition._partition import DeviceProgram, partition
-from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops

@@ -19,6 +19,7 @@ from jzero.offload.schedule import _folds
 from jzero.segments import _derivatives
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._backend import Shared, StepProgram
 from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
@@ -31,7 +32,6 @@ from jzero.sharding.plan._local_step import (
     with_paths,
 )
 from jzero.sharding.plan._make import make_plan, state_leaves
-from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _call, _jaxpr, _not_arrays, _objects, _reading, _weak

@@ -24,10 +24,10 @@ from jzero.processes import _agreement
 from jzero.segments import _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _config
+from jzero.sharding.plan._backend import StepProgram
 from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
-from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
 from jzero.tracing import _call, _reading
 from jzero.tracing._batch import Batch

@@ -14,7 +14,7 @@ from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._given import function_of
 from jzero.segments._partitioned import partitioned
 from jzero.segments._planned import PlannedStep
-from jzero.sharding.plan._offload import waits
+from jzero.sharding.plan._backend import waits
 
 
 class WholeStep:

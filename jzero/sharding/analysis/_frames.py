@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames: regions of a step that know over which mesh axes their values are device-varying.
 
-The other analyses read them: which dims are sharded together (`_links.py`), which inputs flow into compute
-that differs between devices (`_feeds.py`), and what is offloaded for a backward pass (`_residuals.py`).
+The other analyses read them: which dims are sharded together (`_linked_dims.py`), which inputs flow into
+compute that differs between devices (`_feeds.py`), what is offloaded for a backward pass (`_residuals.py`).
 """
 
 from __future__ import annotations

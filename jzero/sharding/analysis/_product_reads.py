@@ -10,7 +10,7 @@ from jzero.ir._dataflow import forward
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, edges, holder, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 

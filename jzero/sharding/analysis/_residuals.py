@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals: what a forward pass keeps for its backward pass, and which of it may are offloaded.
+"""Residuals: what a forward pass keeps for its backward pass, and which of it is offloaded.
 
 Two kinds, told apart by who reads them:
 

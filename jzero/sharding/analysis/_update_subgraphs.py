@@ -23,7 +23,7 @@ from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames, _new_leaves
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 

@@ -18,7 +18,7 @@ from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
-from jzero.sharding.partition._time import TimeAxis, step_over_time
+from jzero.sharding.partition._time_axis import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite

@@ -42,7 +42,7 @@ from jzero.sharding.partition._loops_in_time import (
 )
 from jzero.sharding.partition._partition import DeviceProgram, moves_of
 from jzero.sharding.partition._saved import saved_value
-from jzero.sharding.partition._time import TimeAxis, without_time
+from jzero.sharding.partition._time_axis import TimeAxis, without_time
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite

@@ -18,7 +18,7 @@ from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._saved import Loops
-from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.partition._written import joined_over_time

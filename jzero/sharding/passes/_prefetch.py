@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetches gathers: loops over layers gather one iteration ahead, everything else by so many bytes.
+"""Prefetches gathers: loops over layers gather one iteration ahead, other equations `nbytes` ahead.
+
+Of a loop, too, no more than `nbytes` are gathered ahead.
 
 `prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = body(carry, gather(x))`::
 

@@ -26,7 +26,7 @@ from jzero.ir._layout import replicated
 from jzero.ir._regions import Region, variables
 from jzero.sharding.analysis import _update_subgraphs
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.analysis._update_subgraphs import Names, UpdateSubgraph
 from jzero.sharding.partition._matrix_buckets import MatrixBatch, MatrixBucket, UpdatesByCall
 from jzero.sharding.partition._movement import is_of_rows

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout

@@ -15,7 +15,7 @@ from jzero._blocks import Blocks
 from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout

@@ -16,7 +16,7 @@ from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._feeds import feed_batch
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
 from jzero.sharding.analysis._update_subgraphs import Names

@@ -13,7 +13,7 @@ from jzero._errors import MeshError, OptionError, message
 from jzero._given_fields import make_int
 from jzero._option_groups import Axes, Comm, Microbatches, blocks_of
 from jzero._policy import NoOffload, PinnedHost
-from jzero.sharding.plan._offload import Backend
+from jzero.sharding.plan._backend import Backend
 from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
 

@@ -13,7 +13,7 @@ from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
 from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.analysis._product_reads import read_by_products, read_through_views
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._stages import PARAMETER, StageAxes

@@ -28,8 +28,8 @@ from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._sorted_in_blocks import sorted_in_blocks
 from jzero.sharding.partition._run import shard_map_error
+from jzero.sharding.plan._sorted_in_blocks import sorted_in_blocks
 from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obeys the policies of a step: where its state is stored, and how it then runs."""
+"""`Backend`: what the plan asks of a step's `Memory`, and the programs and streaming budget it is given.
+
+`offload/_backends.py` has one for each memory; `offload/execute/_stream.py` streams within a `Window`.
+"""
 
 from __future__ import annotations
 
