@@ -154,9 +154,10 @@ def expected_to_begin(name, scales):
         begin = [False] + [True] * (len(scales) - 1)
     else:
         decided = [scale == SMALL for scale in scales]
-        if BAD in scales and "skips" not in name:  # Parameters are not finite from then on.
-            decided[scales.index(BAD) :] = [False] * (len(scales) - scales.index(BAD))
-        begin = [False, *decided[:-1]]
+        begin, bad = [False, *decided[:-1]], scales.index(BAD) if BAD in scales else len(scales)
+        if "skips" not in name:  # From then on the norm is not finite: the same in each step.
+            decided[bad:] = [False] * (len(scales) - bad)
+            begin[bad + 1 :] = [i > bad + 1 for i in range(bad + 1, len(scales))]
     changes = [a != b for a, b in itertools.pairwise(decided)]
     return begin, [False, *(a and b for a, b in zip(begin[1:], changes, strict=True))]
 
