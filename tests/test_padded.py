@@ -324,7 +324,7 @@ def test_describe_tells_what_padding_costs():
     # 50 rows each; 1600 columns would be 2 each, of 2048.
     assert report.endswith("""
 1 of 1 leaves is stored padded (jzero.LeafArray), which costs 2.9 KiB on each
-device.
+  device.
   padded to [51200, 1600]:
     2.9 KiB  state bfloat16[50257,1600]""")
 

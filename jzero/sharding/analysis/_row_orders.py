@@ -22,6 +22,7 @@ rows of the whole batch in their places, and so does a result of the jaxpr: then
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ class Order:
     num_values: int | None
 
 
+MOST_VALUES = 4096  # of keys that are counted
+
+
 class Positions(NamedTuple):
     """Integers that say where rows of the same block are: among `num` rows, in an order or as given."""
 
@@ -71,7 +75,8 @@ class Fact(NamedTuple):
       is_uniform: whether all of its elements are equal.
       made_of: `("sign", x)` or `("rem", x)`; x put at positions (`("put", x, at)`) and taken from there again
         (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not (`("other", x)`),
-        nowhere (`("never",)`) or everywhere (`("always",)`).
+        nowhere (`("never",)`) or everywhere (`("always",)`). 0, 1, ... along the last dim alone
+        (`("count",)`), and where x equals it (`("one hot", x)`).
       lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
     """
 
@@ -171,7 +176,7 @@ class Facts:
 
 def _factor_of_rows(eqn: Eqn, ins: Sequence[Fact]) -> Factor | None:
     """The factor of the dim of rows; None if the equation does not treat them alike."""
-    if any(fact.order is None and fact.orders for fact in ins) or _jaxpr.inner_jaxprs(eqn):
+    if any(fact.order is None and fact.orders for fact in ins):
         return None
     for factor in _rules.factors_of(eqn):
         fits = all(
@@ -221,6 +226,8 @@ def _broadcast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
     if fact.is_uniform or not shape:
         return None if fact.orders else [Fact(is_uniform=True, bounds=fact.bounds)]
     new = eqn.outvars[0].aval.shape
+    if fact.made_of == ("count",) and _is_line(new) and new[-1] == shape[-1]:
+        return [Fact(bounds=fact.bounds, made_of=fact.made_of)]
     if new[to[fact.dim]] != shape[fact.dim]:
         return None
     return _with_dim(facts, eqn, fact, to[fact.dim], fact.dim == to[fact.dim] == 0)
@@ -240,11 +247,13 @@ def _with_dim(facts: Facts, eqn: Eqn, fact: Fact, dim: int, rows_lead: bool) -> 
 
 def _cast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     (fact,), dtype = ins, np.dtype(eqn.outvars[0].aval.dtype)
+    if eqn.invars[0].aval.dtype == np.bool_:
+        fact = fact._replace(bounds=(0, 1))
     if fact.bounds is None or not np.issubdtype(dtype, np.integer):
         return None
     if not np.iinfo(dtype).min <= fact.bounds[0] <= fact.bounds[1] <= np.iinfo(dtype).max:
         return None
-    return _same(facts, eqn, ins)
+    return _same(facts, eqn, [fact])
 
 
 def _same(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -254,12 +263,17 @@ def _same(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _iota(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    shape = eqn.outvars[0].aval.shape
-    if eqn.params["dimension"] != 0 or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
+    shape, dim = eqn.outvars[0].aval.shape, eqn.params["dimension"]
+    if not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
         return None
-    positions = Positions(shape[0], None) if facts.divides(shape[0]) else None
-    has_all = positions is not None and len(shape) == 1
-    return [Fact(positions=positions, has_all=has_all, bounds=(0, shape[0] - 1))]
+    leads = dim == 0 and facts.divides(shape[0])
+    positions = Positions(shape[0], None) if leads else None
+    found = Fact(positions=positions, has_all=leads and len(shape) == 1, bounds=(0, shape[dim] - 1))
+    return [found._replace(made_of=("count",)) if _is_line(shape) else found]
+
+
+def _is_line(shape: Sequence[int]) -> bool:
+    return all(n == 1 for n in shape[:-1])
 
 
 def _extremes(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -276,9 +290,9 @@ def _extremes(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 def _index_of_extreme(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     axes = eqn.params.get("axes", (eqn.params.get("axis"),))
-    found = facts._alike(eqn, ins)
-    size = eqn.invars[0].aval.shape[axes[0]]
-    return [*found[:-1], found[-1]._replace(bounds=(0, size - 1))]
+    found, most = facts._alike(eqn, ins), eqn.invars[0].aval.shape[axes[0]] - 1
+    fits = most <= np.iinfo(eqn.outvars[-1].aval.dtype).max
+    return [*found[:-1], found[-1]._replace(bounds=(0, most) if fits else None)]
 
 
 def _less(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -313,24 +327,26 @@ def _sign(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     return [Fact(fact.order, fact.dim, made_of=("sign", eqn.invars[0]))]
 
 
-def _divisor(ins: Sequence[Fact]) -> int:
+def _divisor(eqn: Eqn, ins: Sequence[Fact]) -> int:
     """By which known number positions of the batch's rows are divided; 0 if they are not."""
     fact, by = ins
     if fact.positions is None or fact.positions.order is not None or not by.is_uniform:
         return 0
     least, most = by.bounds or (0, 0)
+    if eqn.primitive.name.startswith("shift_right"):
+        return 2**least if 0 <= least == most < 31 else 0
     return least if least == most > 0 else 0
 
 
 def _rem(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    if not _divisor(ins):
+    if not _divisor(eqn, ins):
         return None
-    bounds = 0, _divisor(ins) - 1
+    bounds = 0, _divisor(eqn, ins) - 1
     return [Fact(ins[0].order, ins[0].dim, bounds=bounds, made_of=("rem", eqn.invars[0]))]
 
 
 def _div(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    by, fact = _divisor(ins), ins[0]
+    by, fact = _divisor(eqn, ins), ins[0]
     if not by or fact.positions is None or fact.positions.num % by:
         return None
     num = fact.positions.num // by
@@ -355,13 +371,30 @@ def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    for fact, other in zip(ins, eqn.invars[::-1], strict=True):
-        if fact.made_of[:1] == ("same",) and fact.made_of[1] is other:
+    for fact, other, atom in zip(ins, ins[::-1], eqn.invars, strict=True):
+        same = fact.made_of[1] if fact.made_of[:1] == ("same",) else None
+        if same is not None and same in (x for x in eqn.invars if not _jaxpr.is_literal(x)):
             return [Fact(made_of=("always",))]
+        if other.made_of == ("count",) and atom.aval.shape[-1:] == (1,) and not fact.lost:
+            (found,) = facts._alike(eqn, ins)
+            return [found._replace(made_of=("one hot", facts.root(atom)))]
     a, b = (fact.bounds for fact in ins)
     if a is None or b is None or a[0] <= b[1] and b[0] <= a[1]:
         return None
     return [Fact(made_of=("never",))]
+
+
+def _reduce_sum(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    (found,), fact, axes = facts._alike(eqn, ins), ins[0], eqn.params["axes"]
+    if fact.bounds is None or fact.lost:
+        return None
+    shape, dtype = eqn.invars[0].aval.shape, eqn.outvars[0].aval.dtype
+    num = math.prod(shape[d] for d in axes)
+    low, high = (bound * num for bound in fact.bounds)
+    if not np.iinfo(dtype).min <= low <= high <= np.iinfo(dtype).max:
+        return None
+    is_histogram = fact.made_of[:1] == ("one hot",) and sorted(axes) == [*range(len(shape) - 1)]
+    return [found._replace(bounds=(low, high), counts=fact.made_of[1] if is_histogram else None)]
 
 
 def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -377,7 +410,8 @@ def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     if not is_rows or not facts.divides(shape[0]):
         return None
     low, high = keys.bounds or (-1, -1)
-    order = Order(eqn.invars[0], facts.root(eqn.invars[0]), None if low < 0 else high + 1)
+    num_values = high + 1 if low >= 0 and high < MOST_VALUES else None
+    order = Order(eqn.invars[0], facts.root(eqn.invars[0]), num_values)
     facts.sorts[order] = id(eqn)
     facts.rewrite(eqn, order)
     return [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
@@ -491,13 +525,22 @@ def _histogram(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
     drops = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
     if at.bounds[0] < 0 or not inside and not drops or at.lost:
         return None
-    return [Fact(counts=facts.root(indices))]
+    most = indices.aval.size
+    fits = most <= np.iinfo(operand.aval.dtype).max
+    return [Fact(counts=facts.root(indices), bounds=(0, most))] if fits else None
 
 
 def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """The rows of each group by its matrix; or, in a backward pass, its rows by its rows."""
     (lhs, rhs, sizes, *others), order = ins, ins[0].order
     if order is None or order.num_values is None or others or sizes.orders:
+        return None
+    # Groups follow each other: no size is negative, and no sum of sizes too large for its dtype.
+    low, high = sizes.bounds or (-1, 0)
+    if eqn.invars[2].aval.dtype not in (np.int32, np.int64):
+        return None
+    total = high if sizes.counts is order.root else high * eqn.invars[2].aval.size
+    if low < 0 or total > np.iinfo(eqn.invars[2].aval.dtype).max:
         return None
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), batch = numbers.dot_dimension_numbers
@@ -520,7 +563,8 @@ _RULES = {
     "convert_element_type": _cast, "max": _extremes, "min": _extremes, "top_k": _index_of_extreme,
     "argmax": _index_of_extreme, "argmin": _index_of_extreme, "lt": _less, "eq": _equal,
     "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem, "div": _div, "add": _add,
-    "select_n": _select, "sort": _sort, "gather": _gather, "scatter": _scatter, "scatter-add": _scatter,
-    "ragged_dot_general": _ragged_dot,
+    "shift_right_arithmetic": _div, "shift_right_logical": _div,
+    "select_n": _select, "reduce_sum": _reduce_sum, "sort": _sort, "gather": _gather,
+    "scatter": _scatter, "scatter-add": _scatter, "ragged_dot_general": _ragged_dot,
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier", "name"), _same),
 }  # fmt: skip

@@ -97,7 +97,8 @@ def _passed(region: Region, eqn: Eqn, facts: Facts) -> dict[Atom, Fact]:
     for edge in ways:
         fact = facts.of(edge.source[1])
         if edge.target not in changed and not fact.orders and edge.kind is EdgeKind.IN:
-            found[edge.target[1]] = fact._replace(root=None, counts=None, made_of=())
+            made_of = fact.made_of if len(fact.made_of) == 1 else ()  # Others name values of here.
+            found[edge.target[1]] = fact._replace(root=None, counts=None, made_of=made_of)
     return found
 
 
