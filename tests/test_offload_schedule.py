@@ -115,7 +115,7 @@ def test_what_is_larger_than_the_room_comes_in_slices():
 
 @pytest.mark.slow
 def test_updates_stand_where_their_gradients_are():
-    """In the backward loop, also under a clip; behind it, if a norm of all gradients always scales them."""
+    """In the backward loop, also under a clip or behind a factor of all gradients."""
 
     def scaled(grads, state, params=None):
         scale = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
@@ -133,11 +133,9 @@ def test_updates_stand_where_their_gradients_are():
     (_, backward), _ = places(params.CLIPPED)
     assert Update in backward
     always = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
-    (_, backward), late = places(optax.chain(always, optax.sgd(0.1, momentum=0.9)))
-    assert Update not in backward
-    assert late.count(Update) == 1
-    assert late[-1] is Update
-    assert whole.count(Loop) == late.count(Loop) == 2
+    (_, backward), _ = places(optax.chain(always, optax.sgd(0.1, momentum=0.9)))
+    assert Update in backward
+    assert whole.count(Loop) == 2
 
 
 @pytest.mark.slow

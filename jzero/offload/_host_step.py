@@ -181,7 +181,7 @@ class HostStep:
         gradients, begins = self._layered.gradients, dict[int, list[tuple[Update, bool]]]()
         for bucket in self._early_plan.buckets:
             sliced = bucket.num_slices > 0
-            leaves = [self._values[i] for i in bucket.leaves]
+            leaves = [self._values[i] for i in bucket.leaves if i in self._moved]
             takes: list[Ref] = [
                 Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
                 for v in self._takes(bucket)
@@ -273,10 +273,14 @@ class HostStep:
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
-        return Schedule(self._ops(self.host.leaves), self._buffers())
+        return Schedule(self._ops(), self._buffers())
 
-    def _ops(self, renewed: Sequence[int]) -> tuple[Op, ...]:
-        """What a step does; of the leaves, the hosts update those that are `renewed`, by index."""
+    @property
+    def _moved(self) -> Sequence[int]:
+        """The leaves that are updated where optimizer state is stored, by index."""
+        return self.host.leaves
+
+    def _ops(self) -> tuple[Op, ...]:
 
         def sent(value: Value, var: Var) -> Send:
             # What a delayed update reads is there beside the next step's; but not leaves as they are then.
@@ -292,7 +296,7 @@ class HostStep:
         if len(self.buckets) > 1:
             ops.append(Run("the update of what is stored on the devices"))
         gone = {i for bucket in self._early_plan.buckets for i in bucket.leaves}
-        late = tuple(values[i] for i in renewed if i not in gone)
+        late = tuple(values[i] for i in self._moved if i not in gone)
         if late or gives:
             delayed, read = self._delay_after is not None, tuple(reads.values())
             ops.append(Update(self._store, late, read, gives, self._num_sets, delayed))

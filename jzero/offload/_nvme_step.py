@@ -75,8 +75,7 @@ class NVMeStep(HostStep):
         self._waiting: dict[Var, int] = {}
         self._policy = policy
         super().__init__(planned, shardings, policy.threads, None, shared, window)
-        # What a step renews of what is in files, and what it leaves there as it is.
-        self._moved = [i for i in self._hosted if i in self.host.leaves]
+        # What a step leaves in files as it is.
         self._frozen = [i for i in self._hosted if i not in self.host.leaves]
         self._check_tiles()
         if policy.gradients:
@@ -186,7 +185,12 @@ class NVMeStep(HostStep):
 
         Parameters also come from it for each part that fetches them.
         """
-        return Schedule((*self._ops(self._moved), Commit(NVME)), self._buffers())
+        return Schedule((*self._ops(), Commit(NVME)), self._buffers())
+
+    @property
+    def _moved(self) -> Sequence[int]:
+        """Of the leaves that the hosts update, those in files: not parameters in pinned memory."""
+        return [i for i in self._hosted if i in self.host.leaves]
 
     def _goes_to(self, var: Var) -> str:
         return NVME if var in self._waiting else PINNED
