@@ -934,9 +934,8 @@ def equation(
     primitive: Primitive, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
 ) -> Eqn:
     """A new equation, as if `source` had been it."""
-    if (
-        primitive is lax.mul_p
-    ):  # Some releases of JAX give it a parameter, and cannot print it without.
+    # Some releases of JAX give a product a parameter, and cannot print one without.
+    if primitive is lax.mul_p:
         params = _params_of_product() | params
     return extended.new_jaxpr_eqn(
         list(ins), list(outs), primitive, params, set(), source.source_info
