@@ -179,9 +179,10 @@ class HostStep:
         """Says what becomes of gradients that layers send, and which updates begin with them."""
         assert self._layered is not None
         gradients, begins = self._layered.gradients, dict[int, list[tuple[Update, bool]]]()
+        moved = frozenset(self._moved)
         for bucket in self._early_plan.buckets:
             sliced = bucket.num_slices > 0
-            leaves = [self._values[i] for i in bucket.leaves if i in self._moved]
+            leaves = [self._values[i] for i in bucket.leaves if i in moved]
             takes: list[Ref] = [
                 Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
                 for v in self._takes(bucket)

@@ -372,8 +372,7 @@ def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 def _equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     for fact, other, atom in zip(ins, ins[::-1], eqn.invars, strict=True):
-        same = fact.made_of[1] if fact.made_of[:1] == ("same",) else None
-        if same is not None and same in (x for x in eqn.invars if not _jaxpr.is_literal(x)):
+        if fact.made_of[:1] == ("same",) and any(x is fact.made_of[1] for x in eqn.invars):
             return [Fact(made_of=("always",))]
         if other.made_of == ("count",) and atom.aval.shape[-1:] == (1,) and not fact.lost:
             (found,) = facts._alike(eqn, ins)

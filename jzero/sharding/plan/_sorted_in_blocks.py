@@ -32,7 +32,7 @@ def sorted_in_blocks(
       dims: for each of its inputs, the batch dims.
       num: how many contiguous blocks of equal size these are sharded in.
     """
-    if num == 1 or not any(e.primitive.name == "sort" for e in _jaxpr.walk(flat)):  # type: ignore[arg-type]
+    if num == 1 or not _has_sort(flat):
         return flat
     opened = flat._replace(eqns=[_jaxpr.with_inner(eqn, _without_calls) for eqn in flat.eqns])
     region = Region(opened, [*consts])  # type: ignore[arg-type]
@@ -40,6 +40,10 @@ def sorted_in_blocks(
     rewritten = _Rewritten(rows, num)
     found: _rewrite.Flat = rewritten.of(region, {})
     return found if rewritten.num_sorts else flat
+
+
+def _has_sort(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "sort" for eqn in _jaxpr.walk(jaxpr))
 
 
 def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
@@ -56,10 +60,11 @@ class _Rewritten:
         self.rows, self.num, self.num_sorts = rows, num, 0
 
     def of(self, region: Region, given: dict[Atom, Fact]) -> Any:
-        jaxpr, facts = region.jaxpr, self._facts(region.jaxpr, given)
-        self.num_sorts += len(facts.sorts)
-        if not jaxpr.eqns:
+        jaxpr = region.jaxpr
+        if not _has_sort(jaxpr):
             return jaxpr
+        facts = self._facts(jaxpr, given)
+        self.num_sorts += len(facts.sorts)
         writer = _BlocksWriter(facts, jaxpr.eqns[0])
         for eqn in jaxpr.eqns:
             inner = {id(each.jaxpr): each for each in region.inner(eqn)}
