@@ -29,6 +29,15 @@ def failing(
         yield calls
 
 
+def from_the_first(where: Any, name: str, at: int, run: Callable[[], Any]) -> int:
+    """The number of a call from the first; `at` below 0 counts from the last of those that `run` makes."""
+    if at >= 0:
+        return at
+    with failing(where, name, at) as calls:
+        run()
+    return at + next(calls)
+
+
 def interruption(
     run: Callable[[], Any], trace: Callable[[Any, str, Any], Any]
 ) -> KeyboardInterrupt | None:

@@ -18,7 +18,7 @@ import jzero
 import small
 import test_cli
 import zoo
-from interrupting import Stop, failing
+from interrupting import Stop, failing, from_the_first
 from jzero.offload._gradient_writes import PARTS, GradientWrites
 from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._gradients import WaitingGradients
@@ -258,10 +258,10 @@ def test_a_flipped_bit_of_a_gradient_is_found(tmp_path: Path, monkeypatch: Any):
 def test_a_write_that_is_interrupted_in_a_thread(at: int, tmp_path: Path):
     train_step, state = trained(tmp_path)
     before = jax.tree.map(np.array, state)
-    if at < 0:
-        with failing(WaitingGradients, "write", at) as calls:
-            train_step(train_step.shard(before, batch(0)), batch(1))
-        at += next(calls)
+    at = from_the_first(
+        WaitingGradients, "write", at,
+        lambda: train_step(train_step.shard(before, batch(0)), batch(1)),
+    )  # fmt: skip
     with failing(WaitingGradients, "write", at), pytest.raises(Stop):
         train_step(state, batch(1))
     goes_on(train_step, state, before)

@@ -18,7 +18,7 @@ import pytest
 
 import jzero
 import small
-from interrupting import Stop, failing
+from interrupting import Stop, failing, from_the_first
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.nvme._job_threads import NO_BUFFER, JobThreads
 from test_nvme_params import on
@@ -72,10 +72,10 @@ def threads_at_work() -> list[str]:
 def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path):
     train_step, state = trained(tmp_path, scan=scan)
     before = jax.tree.map(np.array, state)
-    if at < 0:
-        with failing(FileStorage, "read_range", at) as calls:
-            train_step(train_step.shard(before, batch(0)), batch(1))
-        at += next(calls)
+    at = from_the_first(
+        FileStorage, "read_range", at,
+        lambda: train_step(train_step.shard(before, batch(0)), batch(1)),
+    )  # fmt: skip
     with failing(FileStorage, "read_range", at), pytest.raises(Stop):
         train_step(state, batch(1))
     assert not threads_at_work()
