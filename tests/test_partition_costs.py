@@ -325,6 +325,41 @@ def test_own_elements_are_looked_up_where_they_are(loss, dims, rows, num, monkey
         assert found.flops_times_devices == 1
 
 
+# -- tables that are looked up by time, for all rows ----------------------------------------------------------
+
+
+def relative_bias(params, x):
+    """As in T5: one table for the scores of all rows."""
+    times = jnp.arange(x.shape[1])
+    bias = params["bias"][jnp.clip(times[None] - times[:, None], -8, 7) + 8]
+    return jnp.tanh(x[:, :, None] * x[:, None] + bias[None]).mean()
+
+
+def some_positions(params, x):
+    """Of a longer table the gradient of what is looked up is summed, which is smaller."""
+    return jnp.tanh(x + params["bias"][jnp.arange(3)].sum(0)[None, None]).mean()
+
+
+def positions_taken(params, x):
+    return jnp.tanh(x + params["positions"][jnp.arange(x.shape[1])][None]).mean()
+
+
+@pytest.mark.parametrize("num", DEVICES)
+@pytest.mark.parametrize(("loss", "elements"), [(relative_bias, 16 * 4), (some_positions, 4)])
+def test_a_gradient_is_summed_where_it_is_smallest(loss, elements, num):
+    batch = (shape(SMALL, 64, 4),)
+    found = Costs(jax.value_and_grad(loss), {"bias": shape(16, 4)}, batch, num)
+    assert set(found.nbytes) == {"all-reduce"}
+    assert 0 <= found.nbytes["all-reduce"] - elements * 4 <= 4
+
+
+def test_a_gradient_of_all_positions_is_reduce_scattered():
+    train_step = small.shard_train_step(learned(positions_taken), stage=2)
+    found = train_step.describe({"positions": shape(64, 4)}, shape(16, 64, 4))
+    assert found.elements("reduce-scatter") == 64 * 4
+    assert found.elements("all-reduce") <= 1
+
+
 # -- losses in chunks ---------------------------------------------------------------------------------------
 
 TIME = 512
@@ -706,6 +741,9 @@ STEPS = {
     "minibatches": (
         by_permutation, lambda: {"in": drawn(8, 16), "head": drawn(16, 24)},
         lambda: (drawn(64, 8), drawn(64, integers=24), drawn(64))),
+    **{loss.__name__: (
+        learned(loss), lambda: {"bias": drawn(16, 4), "positions": drawn(16, 4)}, lambda: (drawn(32, 16, 4),))
+       for loss in (relative_bias, positions_taken, some_positions)},
     **{f"{layer.__name__}, remat {remat}": (
         learned(of_layers(layer, 3, remat)[0]), small_experts,
         lambda: (drawn(64, 8), drawn(64, 8, 1)[..., 0]))

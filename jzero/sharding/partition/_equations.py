@@ -40,6 +40,8 @@ def passes_partial(eqn: Eqn) -> bool:
         if name == "slice":  # Of experts' queues all but the row for tokens without a place.
             return 2 * out.size > x.size
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
+    if name == "scatter-add":  # Of a look-up the gradient, which is added to zeros.
+        return eqn.outvars[0].aval.size <= eqn.invars[2].aval.size
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
