@@ -325,7 +325,7 @@ def test_own_elements_are_looked_up_where_they_are(loss, dims, rows, num, monkey
         assert found.flops_times_devices == 1
 
 
-# -- tables that are looked up by time, for all rows ----------------------------------------------------------
+# -- tables that are looked up by time, for all rows ---------------------------------------------------------
 
 
 def relative_bias(params, x):

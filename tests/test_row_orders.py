@@ -105,7 +105,140 @@ def with_biases(w, x):
     return jnp.einsum("tkd,tk->td", y[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH), scale)
 
 
-FORMS = [with_biases, sorted_back, added_back, one_each, repeated, with_padding, set_back]
+@jax.custom_vjp
+def permuted(x, order):
+    return x[order]
+
+
+def permuted_back(order, g):
+    return permuted(g, jnp.argsort(order)), None
+
+
+permuted.defvjp(lambda x, order: (permuted(x, order), order), permuted_back)
+
+
+def of_number(w, num):
+    """So many experts."""
+    return {name: w[name][jnp.arange(num) % EXPERTS] for name in ("up", "down")}
+
+
+def weighed(y, scale):
+    return jnp.einsum("tkd,tk->td", y.reshape(-1, CHOSEN, WIDTH), scale)
+
+
+def own_derivative(w, x):
+    """As MaxText: the derivative of a permutation is a look-up at its inverse; and what has no group is 0."""
+    scale, chosen = routed(w, x)
+    order = jnp.argsort(jnp.ravel(chosen))
+    rows = permuted(jnp.repeat(x, CHOSEN, axis=0), order)
+    sizes = jnp.bincount(jnp.ravel(chosen), length=EXPERTS)
+    y = experts(w, rows, sizes)
+    y = jnp.where((jnp.arange(len(y)) < jnp.sum(sizes))[:, None], y, 0)
+    return weighed(permuted(y, jnp.argsort(order)), scale)
+
+
+def ranked(w, x):
+    """The inverse is the rank of a key, from another sort of the same keys."""
+    scale, chosen = routed(w, x)
+    order, inverse = jnp.argsort(jnp.ravel(chosen)), jnp.argsort(jnp.argsort(jnp.ravel(chosen)))
+    sizes = jnp.bincount(jnp.ravel(chosen), length=EXPERTS + 2)
+    y = experts(of_number(w, EXPERTS + 2), x[order // CHOSEN], sizes)
+    return weighed(y[inverse], scale)
+
+
+def rematted(w, x):
+    """A checkpoint of the experts only: its body is given sorted rows and returns their derivatives."""
+    scale, chosen = routed(w, x)
+    order = jnp.argsort(jnp.ravel(chosen))
+    sizes = jnp.bincount(jnp.ravel(chosen), length=EXPERTS)
+    y = jax.checkpoint(experts)(w, x[order // CHOSEN], sizes)
+    return weighed(y[jnp.argsort(order)], scale)
+
+
+def by_two_keys(w, x):
+    """Within each expert by their places."""
+    scale, chosen = routed(w, x)
+    keys = jnp.ravel(chosen)
+    order = jnp.lexsort((jnp.arange(keys.size), keys))
+    sizes = jnp.minimum(jnp.bincount(keys, length=EXPERTS), 9)
+    y = experts(w, x[order // CHOSEN], sizes)
+    return weighed(y[jnp.argsort(order)], scale)
+
+
+def by_weight(w, x):
+    """Within each expert by their weights."""
+    scale, chosen = routed(w, x)
+    order = jnp.lexsort((jnp.ravel(scale), jnp.ravel(chosen)))
+    sizes = jnp.bincount(jnp.ravel(chosen), length=EXPERTS - 1)
+    y = experts(of_number(w, EXPERTS - 1), x[order // CHOSEN], sizes)
+    return weighed(y[jnp.argsort(order)], scale)
+
+
+def unstable(w, x):
+    scale, chosen = routed(w, x)
+    order = jnp.argsort(jnp.ravel(chosen), stable=False)
+    y = experts(w, x[order // CHOSEN], jnp.bincount(jnp.ravel(chosen), length=EXPERTS))
+    return weighed(y[jnp.argsort(order)], scale)
+
+
+def layers(form, wrap=lambda layer: layer):
+    """Three scanned layers, whose sorted rows the backward pass reads."""
+
+    def run(w, x):
+        stacks = jax.tree.map(lambda v: jnp.stack([v, 0.5 * v, -v]), w)
+        layer = wrap(lambda x, own: (jnp.tanh(x + form(own, x)), None))
+        return lax.scan(layer, x, stacks)[0]
+
+    run.__name__ = f"layers of {form.__name__}"
+    return run
+
+
+def sizes_of_others(w, x):
+    """Every layer has the groups of the first one: other rows are in them, and some in none."""
+    first = jnp.argmax(x @ w["router"], axis=1)
+    sizes = jnp.bincount(first, length=EXPERTS)
+
+    def form(own, rows):
+        order = jnp.argsort(jnp.argmax(rows @ own["router"], axis=1))
+        return experts(own, rows[order], sizes)[jnp.argsort(order)]
+
+    return layers(form)(w, x)
+
+
+def an_order_for_all_layers(w, x):
+    """Each layer is given rows that were sorted before."""
+    chosen = jnp.argmax(x @ w["router"], axis=1)
+    order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=EXPERTS)
+    rows = x[order]
+
+    def layer(y, scale):
+        return y + experts(w, jnp.tanh(rows * scale), sizes)[jnp.argsort(order)], None
+
+    return lax.scan(layer, x, jnp.arange(1.0, 4.0))[0]
+
+
+def rows_of_another_loop(w, x):
+    """A loop returns its sorted rows and their orders, and another works on them and puts them back."""
+
+    def layer(y, scale):
+        keys = jnp.argmax(y @ w["router"] * scale, axis=1)
+        order = jnp.argsort(keys)
+        return jnp.tanh(y), (y[order], order, jnp.bincount(keys, length=EXPERTS), 2.0)
+
+    def next_layer(y, own):
+        rows, order, sizes, factor = own
+        return y + factor * experts(w, rows, sizes)[jnp.argsort(order)], None
+
+    x, stacks = lax.scan(layer, x, jnp.arange(-1.0, 2.0))
+    return lax.scan(next_layer, x, stacks, reverse=True)[0]
+
+
+FORMS = [
+    with_biases, sorted_back, added_back, one_each, repeated, with_padding, set_back, own_derivative, ranked,
+    rematted, by_two_keys, by_weight, unstable, *map(layers, (sorted_back, added_back, set_back, rematted)),
+    layers(own_derivative), layers(with_padding, jax.checkpoint), sizes_of_others,
+    an_order_for_all_layers, rows_of_another_loop,
+]  # fmt: skip
 
 
 # -- what needs the rows in their places -------------------------------------------------------------------
@@ -160,6 +293,145 @@ def numbers_are_set(w, x):
     order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
     numbers = jnp.zeros(len(x)).at[order].set(jnp.arange(len(x)) * 2.0)
     return x * numbers[:, None]
+
+
+def loop_of_orders(w, x):
+    """Of three layers, whose rows are sorted otherwise, the sorted rows and the orders."""
+
+    def layer(y, shift):
+        order = jnp.argsort((jnp.argmax(y @ w["router"], axis=1) + shift) % EXPERTS)
+        return jnp.tanh(y), (y[order], order)
+
+    return lax.scan(layer, x, jnp.arange(3))
+
+
+def put_back_in_loop(y, rows, orders):
+    def layer(y, own):
+        rows, order = own
+        return y + jnp.tanh(rows)[jnp.argsort(order)], None
+
+    return lax.scan(layer, y, (rows, orders))[0]
+
+
+def other_slices(w, x):
+    """The rows of a layer meet the order of another one."""
+    y, (rows, orders) = loop_of_orders(w, x)
+    return put_back_in_loop(y, rows[::-1], orders)
+
+
+def slices_of_other_loops(w, x):
+    y, (rows, _) = loop_of_orders(w, x)
+    y, (_, orders) = loop_of_orders(w, y)
+    return put_back_in_loop(y, rows, orders)
+
+
+def all_slices_for_each(w, x):
+    """A loop in a loop: rows of one iteration meet orders of all."""
+    y, (rows, orders) = loop_of_orders(w, x)
+
+    def layer(y, own):
+        return put_back_in_loop(
+            y, jnp.broadcast_to(own[None], orders.shape + own.shape[1:]), orders
+        ), None
+
+    return lax.scan(layer, y, rows)[0]
+
+
+def rows_and_all_orders(w, x):
+    """The same, of rows that the loop within is given whole."""
+    y, (rows, orders) = loop_of_orders(w, x)
+
+    def layer(y, own):
+        def within(y, order):
+            return y + jnp.tanh(own)[jnp.argsort(order)], None
+
+        return lax.scan(within, y, orders)[0], None
+
+    return lax.scan(layer, y, rows)[0]
+
+
+def sum_of_slices(w, x):
+    y, (rows, orders) = loop_of_orders(w, x)
+    return put_back_in_loop(y, rows.sum(0)[None], orders[:1])
+
+
+def returned_from_a_loop(w, x):
+    return loop_of_orders(w, x)[1][0].sum(0) * x
+
+
+def carried(w, x):
+    """Sorted rows are the carry of a loop: an iteration puts back those of the one before."""
+
+    def layer(own, shift):
+        rows, order = own
+        y = rows[jnp.argsort(order)]
+        order = jnp.argsort((jnp.argmax(y @ w["router"], axis=1) + shift) % EXPERTS)
+        return (jnp.tanh(y[order]), order), None
+
+    rows, order = lax.scan(layer, (x, jnp.arange(len(x))), jnp.arange(3))[0]
+    return rows[jnp.argsort(order)]
+
+
+def chosen_by_a_rank(w, x):
+    """What branch is taken depends on the row that comes first."""
+    order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
+    y = x[order][jnp.argsort(order)]
+    return lax.cond(order[0] > 3, jnp.sin, jnp.cos, y)
+
+
+def in_a_branch(w, x):
+    order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
+    y = lax.cond(x[0, 0] > 0, lambda y: jnp.flip(y, 0), lambda y: y, x[order])
+    return y[jnp.argsort(order)]
+
+
+def flag_of_the_first(w, x):
+    """Rows of the first iteration are in order, those of the others are not."""
+
+    def layer(own, shift):
+        y, is_first = own
+        order = jnp.argsort((jnp.argmax(y @ w["router"], axis=1) + shift) % EXPERTS)
+        return (jnp.tanh(y + jnp.where(is_first, y[order], x)[jnp.argsort(order)]), False), None
+
+    return lax.scan(layer, (x, True), jnp.arange(3))[0][0]
+
+
+def flag_of_a_branch(w, x):
+    is_sorted = lax.cond(x[0, 0] > 0, lambda: True, lambda: False)
+    order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
+    return jnp.where(is_sorted, x[order], x)[jnp.argsort(order)]
+
+
+def by_an_inverse(change):
+    """Rows in the order of numbers that are made of the inverse of an order."""
+
+    def form(w, x):
+        inverse = jnp.argsort(jnp.argsort(jnp.argmax(x @ w["router"], axis=1)))
+        return x[jnp.argsort(change(inverse))]
+
+    return form
+
+
+def ranks_of_ranks(w, x):
+    order = jnp.argsort(jnp.argsort(jnp.argsort(x[:, 0])))
+    return x * order[:, None]
+
+
+def cut_by_weight(w, x):
+    """Groups are smaller than there are rows of each key: which rows are behind them depends on the order."""
+    chosen = jnp.argmax(x @ w["router"], axis=1)
+    order = jnp.lexsort((x[:, 0], chosen))
+    sizes = jnp.minimum(jnp.bincount(chosen, length=EXPERTS), 5)
+    return experts(w, x[order], sizes)[jnp.argsort(order)]
+
+
+def of_no_group(w, x):
+    """Rows behind all groups are masked by their places."""
+    chosen = jnp.where(x[:, 0] > 0, jnp.argmax(x @ w["router"], axis=1), EXPERTS)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=EXPERTS)
+    rows = jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x[order], 1.0)
+    return rows[jnp.argsort(order)]
 
 
 def sized(sizes):
@@ -222,7 +494,10 @@ def test_more_classes_than_the_index_counts():
 
 IN_PLACE = [
     numbers_are_set, positions_matter, sums_run, stays_sorted, neighbours, random_of_place, ranks,
-    groups_of_inputs, another_order,
+    groups_of_inputs, another_order, other_slices, slices_of_other_loops, all_slices_for_each,
+    rows_and_all_orders, sum_of_slices, returned_from_a_loop, carried, chosen_by_a_rank, in_a_branch,
+    flag_of_the_first, flag_of_a_branch, ranks_of_ranks, cut_by_weight, of_no_group,
+    *map(by_an_inverse, (jnp.negative, lambda x: x + 1, lambda x: x // 2, lambda x: x[::-1])),
 ]  # fmt: skip
 
 
@@ -272,19 +547,30 @@ def test_rows_in_their_places_stay_there(form):
     np.testing.assert_array_equal(found[0], form(w, x))
 
 
-def test_a_callback_sees_the_rows_in_the_order_of_all():
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_a_callback_sees_the_rows_in_the_order_of_all(in_branch):
+    """Whether it is called may depend on the order, too."""
     seen: list[Any] = []
 
     def form(w, x):
         order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
-        jax.debug.callback(seen.append, x[order])
+
+        def call(*rows):
+            jax.debug.callback(lambda *rows: seen.append(rows), *rows)
+
+        if in_branch:
+            lax.cond(order[0] == expected[0], call, lambda: None)
+        else:
+            call(x[order])
         return x[order][jnp.argsort(order)]
 
     w, x = weights(), jax.random.normal(jax.random.key(9), (ROWS, WIDTH))
+    expected = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
     _, _, num = in_blocks(form, w, x)
     jax.effects_barrier()
     assert num == 0
-    np.testing.assert_array_equal(seen[0], x[jnp.argsort(jnp.argmax(x @ w["router"], axis=1))])
+    for rows in seen[0]:
+        np.testing.assert_array_equal(rows, x[expected])
 
 
 # -- on devices -------------------------------------------------------------------------------------------
@@ -312,15 +598,17 @@ def moved_rows(train_step: Any, state: Any, batch: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("form", "num", "options"),
+    ("form", "num", "remat", "options"),
     [
-        (sorted_back, 8, {"stage": 3}),
-        (added_back, 8, {"stage": 2, "microbatches": 2}),
-        (sorted_back, 2, {"stage": 3, "microbatches": 4}),
-        (one_each, 4, {"stage": 1}),
+        (sorted_back, 8, True, {"stage": 3}),
+        (added_back, 8, True, {"stage": 2, "microbatches": 2}),
+        (sorted_back, 2, False, {"stage": 3, "microbatches": 4}),
+        (one_each, 4, False, {"stage": 1}),
+        (own_derivative, 8, False, {"stage": 3}),
+        (rematted, 8, False, {"stage": 3}),
     ],
 )
-def test_a_mixture_of_experts_moves_no_rows(form, num, options):
+def test_a_mixture_of_experts_moves_no_rows(form, num, remat, options):
     with jax.enable_x64(True):
         params = jax.tree.map(lambda *x: jnp.stack(x), weights(0), weights(1))
         keys = jax.random.split(jax.random.key(2))
@@ -328,7 +616,7 @@ def test_a_mixture_of_experts_moves_no_rows(form, num, options):
             name: jax.random.normal(k, (16, 4, WIDTH)) for name, k in zip("xy", keys, strict=True)
         }
         tx = optax.adam(1e-2)
-        step = step_of(form, tx)
+        step = step_of(form, tx, remat)
         mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
         train_step = jzero.shard_train_step(step, mesh=mesh, donate=False, **options)
         expected = state = params, tx.init(params)
@@ -340,21 +628,3 @@ def test_a_mixture_of_experts_moves_no_rows(form, num, options):
             np.testing.assert_allclose(loss, want, rtol=1e-10)
         for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-12)
-
-
-def test_residuals_of_a_loop_keep_the_order_of_all_rows():
-    """Without `jax.checkpoint` sorted rows leave the loop of the forward pass: exact, and listed."""
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda *x: jnp.stack(x), weights(0), weights(1))
-        keys = jax.random.split(jax.random.key(2))
-        batch = {
-            name: jax.random.normal(k, (16, WIDTH)) for name, k in zip("xy", keys, strict=True)
-        }
-        tx = optax.sgd(1e-2)
-        step = step_of(sorted_back, tx, remat=False)
-        train_step = jzero.shard_train_step(step, stage=3, donate=False)
-        state = params, tx.init(params)
-        assert moved_rows(train_step, state, batch) > 0
-        got, want = train_step(state, batch), jax.jit(step)(state, batch)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)

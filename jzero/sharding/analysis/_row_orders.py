@@ -16,15 +16,21 @@ but for the order of sums.
 `Fact` says it of every value, and which integers are positions of rows of the same block. An equation that
 treats rows alike gives results in order: its factor of the dim (`ir/_rules.py`) says so. Look-ups and
 updates at positions take rows into an order and out of it. Any other reader of a value in order needs the
-rows of the whole batch in their places, and so does a result of the jaxpr: then the sort stays as it is.
+rows of the whole batch in their places, and so does a result of the step: then the sort stays as it is.
+
+[Note: orders across programs] Values in order are read in `jax.checkpoint` bodies, and a scan passes them to
+another one as its residuals: a stack, whose slices are in an order each. What is known of a slice is said
+of the stack in `Fact.slices`, and is known again only where a scan slices it. All that it names (orders,
+roots) has other names there, since one scan may see slices of several iterations of another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jax import lax
@@ -32,23 +38,36 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import dim_groups
+from jzero.ir._regions import Edge, EdgeKind, Region, edges
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+# What a value is known by: its region and variable; or what a scan stacks, or slices, of another.
+Name: TypeAlias = Hashable
+EqnIn: TypeAlias = tuple[Region, int]  # an equation, by its id
 
 
 @dataclasses.dataclass(eq=False)
 class Order:
-    """The order of rows that a stable sort makes.
+    """The order of rows that a sort makes; or those of a stack's slices; or that of one slice.
 
     Attributes:
-      keys: what it sorts by.
-      root: the value whose elements the keys are.
-      num_values: the keys are from 0 up to it; None if that is unknown.
+      region: where it is known.
+      root: the value whose elements the first keys are.
+      num_values: the first keys are from 0 up to it; None if that is unknown.
+      by_place: whether rows of equal first keys stay in the order of the batch.
+      sorts: the equations that make it.
+      of: of a stack, the order of a slice; of a slice, those of its stack.
+      body: of a stack, the body of the scan that makes it.
     """
 
-    keys: Atom
-    root: Atom
+    region: Region
+    root: Name
     num_values: int | None
+    by_place: bool
+    sorts: set[EqnIn]
+    of: Order | None = None
+    body: Region | None = None
 
 
 MOST_VALUES = 4096  # of keys that are counted
@@ -70,14 +89,15 @@ class Fact(NamedTuple):
       positions: of which rows its elements are positions.
       has_all: whether these are all rows, each once; and where neither is in an order, 0, 1, 2, ...
       bounds: least and largest element of integers.
-      root: the value whose elements it has, in some order.
+      root: the value whose elements it has, in its order; one after the other, if it has none.
       counts: how many elements of the root equal 0, 1, ...: a histogram.
       is_uniform: whether all of its elements are equal.
       made_of: `("sign", x)` or `("rem", x)`; x put at positions (`("put", x, at)`) and taken from there again
-        (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not (`("other", x)`),
-        nowhere (`("never",)`) or everywhere (`("always",)`). 0, 1, ... along the last dim alone
-        (`("count",)`), and where x equals it (`("one hot", x)`).
+        (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not
+        (`("other", x)`). 0, 1, ... along the last dim alone (`("count",)`), and where x equals it
+        (`("one hot", x)`). Integers whose sum is n (`("total", n)`).
       lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
+      slices: of a stack that a scan made: what is known of each of its slices along dim 0.
     """
 
     order: Order | None = None
@@ -85,25 +105,47 @@ class Fact(NamedTuple):
     positions: Positions | None = None
     has_all: bool = False
     bounds: tuple[int, int] | None = None
-    root: Atom | None = None
-    counts: Atom | None = None
+    root: Name | None = None
+    counts: Name | None = None
     is_uniform: bool = False
     made_of: tuple[Any, ...] = ()
     lost: frozenset[Order] = frozenset()
+    slices: Fact | None = None
 
     @property
     def orders(self) -> frozenset[Order]:
         """The orders on which its elements, or their places, depend."""
         own = self.order, self.positions and self.positions.order
-        return self.lost.union(x for x in own if x is not None)
+        found = self.lost.union(x for x in own if x is not None)
+        return found if self.slices is None else found | self.slices.orders
 
     @property
-    def chosen(self) -> int | None:
-        """What a `select_n` chooses by it, if it always is the same."""
-        return {("never",): 0, ("always",): 1}.get(self.made_of)
+    def constant(self) -> int | None:
+        """The number that all elements of integers or booleans are."""
+        low, high = self.bounds or (0, 1)
+        return low if low == high else None
+
+    def renamed(self, order: Callable[[Order], Order], name: Callable[[Name], Name]) -> Fact:
+        """The same, known by other names."""
+
+        def new(old: Any, change: Callable[[Any], Any]) -> Any:
+            return None if old is None else change(old)
+
+        at = self.positions
+        return self._replace(
+            order=new(self.order, order), root=new(self.root, name), counts=new(self.counts, name),
+            positions=at and Positions(at.num, new(at.order, order)),
+            lost=frozenset(map(order, self.lost)), made_of=_without_names(self.made_of),
+            slices=new(self.slices, lambda slices: slices.renamed(order, name)),
+        )  # fmt: skip
 
 
 NOTHING = Fact()
+NEVER, ALWAYS = (Fact(bounds=(case, case), is_uniform=True) for case in (0, 1))  # of booleans
+
+
+def _without_names(made_of: tuple[Any, ...]) -> tuple[Any, ...]:
+    return made_of if len(made_of) == 1 else ()
 
 
 class OutOfOrderError(Exception):
@@ -115,51 +157,129 @@ class OutOfOrderError(Exception):
 
 
 class Facts:
-    """The facts of a jaxpr's values, in order of its equations.
+    """The facts of a step's values, in order of its equations.
 
     Attributes:
-      sorts: the sorts whose orders there are, by the equation's id; not those `kept` as they are.
-      in_blocks: the equations to be rewritten, by id, with the order of which they are.
+      region: of the equation in question.
+      blamed: sorts that an equation forbids: only without them do the facts hold.
+      in_blocks: the equations to be rewritten, with the order of which they are.
     """
 
-    def __init__(self, rows: set[Atom], num: int, kept: frozenset[int], given: dict[Atom, Fact]):
+    def __init__(self, rows: set[tuple[Region, Atom]], num: int, kept: frozenset[EqnIn]):
         self.rows, self.num, self.kept = rows, num, kept
-        self.sorts: dict[Order, int] = {}
-        self.in_blocks: dict[int, Order] = {}
-        self._facts = dict(given)
+        self.blamed: set[EqnIn] = set()
+        self.in_blocks: dict[EqnIn, Order] = {}
+        self._facts: dict[tuple[Region, Atom], Fact] = {}
+        self._orders: dict[Hashable, Order] = {}
 
-    def run(self, jaxpr: Jaxpr) -> None:
-        """Raises OutOfOrderError: the sorts that must stay."""
-        for eqn in jaxpr.eqns:
-            rule = _RULES.get(eqn.primitive.name)
-            ins = [*map(self.of, eqn.invars)]
-            outs = None if rule is None else rule(self, eqn, ins)
-            if outs is None:
-                outs = self._alike(eqn, ins)
-            self._facts |= zip(eqn.outvars, outs, strict=True)
-        lost = [self.of(atom).orders for atom in jaxpr.outvars]
-        if any(lost):
-            raise OutOfOrderError(frozenset().union(*lost))
+    def run(self, region: Region) -> None:
+        for eqn in region.jaxpr.eqns:
+            self.region = region
+            try:
+                outs = self._through(eqn, [*map(self.of, eqn.invars)])
+            except OutOfOrderError as error:
+                self.blame(error.orders)
+                outs = [NOTHING] * len(eqn.outvars)
+            self._facts |= zip(((region, var) for var in eqn.outvars), outs, strict=True)
+        self.region = region
+
+    def blame(self, orders: frozenset[Order]) -> None:
+        self.blamed.update(*(order.sorts for order in orders))
 
     def of(self, atom: Atom) -> Fact:
         if not _jaxpr.is_literal(atom):
-            return self._facts.get(atom, NOTHING)
+            return self._facts.get((self.region, atom), NOTHING)
         value = np.asarray(_jaxpr.literal(atom))
-        known = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
+        known = value.ndim == 0 and value.dtype.kind in "biu"
         return Fact(is_uniform=value.ndim == 0, bounds=(int(value), int(value)) if known else None)
 
-    def root(self, atom: Atom) -> Atom:
-        return self.of(atom).root or atom
+    def root(self, atom: Atom) -> Name:
+        return self.of(atom).root or (self.region, id(atom))
 
     def rewrite(self, eqn: Eqn, order: Order) -> None:
-        self.in_blocks[id(eqn)] = order
+        self.in_blocks[self.region, id(eqn)] = order
 
     def divides(self, *sizes: int) -> bool:
         return all(size and size % self.num == 0 for size in sizes)
 
+    def order(self, key: Hashable, make: Callable[[], Order]) -> Order:
+        """Of one key the same."""
+        if key not in self._orders:
+            self._orders[key] = make()
+        return self._orders[key]
+
+    def stack(self, body: Region, order: Order) -> Order:
+        """Of the stack that a scan makes, the orders of its slices."""
+        assert body.around is not None
+        region = body.around[0]
+
+        def make() -> Order:
+            root = "stack", body, order.root
+            return dataclasses.replace(order, region=region, root=root, of=order, body=body)
+
+        return self.order(("stack", body, order), make)
+
+    def slice(self, body: Region, order: Order) -> Order:
+        """Of a stack that a scan slices, the order of the slice."""
+
+        def make() -> Order:
+            root = "slice", body, order.root
+            return dataclasses.replace(order, region=body, root=root, of=order, body=None)
+
+        return self.order(("slice", body, order), make)
+
+    def _through(self, eqn: Eqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        if self.region.inner(eqn):
+            return self._inside(eqn, ins)
+        rule = _RULES.get(eqn.primitive.name)
+        if any(fact.slices is not None for fact in ins) and rule is not _same:
+            if orders := _all_orders(ins):
+                raise OutOfOrderError(orders)
+            ins = [fact._replace(slices=None) for fact in ins]
+        outs = None if rule is None else rule(self, eqn, ins)
+        return self._alike(eqn, ins) if outs is None else outs
+
+    def _inside(self, eqn: Eqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Of an equation that holds programs, [Note: orders across programs]."""
+        found: dict[Atom, Fact] = dict.fromkeys(eqn.outvars, NOTHING)
+        region, inner, orders = self.region, self.region.inner(eqn), _all_orders(ins)
+        if not orders and not any(has_sort(each.jaxpr) for each in inner):
+            return [*found.values()]
+        name, ways = eqn.primitive.name, edges(region, eqn)
+        if orders and name not in ("scan", *_CHECKPOINTS):
+            raise OutOfOrderError(orders)
+        carried = {edge.target for edge in ways if edge.kind is EdgeKind.BACK}
+        for edge in ways:
+            if edge.kind is EdgeKind.IN:
+                self._facts[edge.target] = self._across(edge, edge.target not in carried)
+        for each in inner:
+            self.run(each)
+        for edge in ways:
+            if edge.kind is EdgeKind.OUT:
+                passes = edge.shift > 0 or name in _CHECKPOINTS
+                found[edge.target[1]] = self._across(edge, passes)
+            elif edge.kind is not EdgeKind.IN:
+                self._across(edge, False)
+        return [found[var] for var in eqn.outvars]
+
+    def _across(self, edge: Edge, passes: bool) -> Fact:
+        """What is known of a value at the other end of an edge."""
+        self.region, atom = edge.source
+        fact = self.of(atom)._replace(root=self.root(atom))
+        if passes and not edge.shift:
+            return fact.renamed(lambda order: order, lambda name: name)
+        if passes and edge.shift > 0:
+            stack, body = functools.partial(self.stack, self.region), self.region
+            return Fact(slices=fact.renamed(stack, lambda name: ("stack", body, name)))
+        if passes and fact.slices is not None:
+            slice_of, body = functools.partial(self.slice, edge.target[0]), edge.target[0]
+            return fact.slices.renamed(slice_of, lambda name: ("slice", body, name))
+        self.blame(fact.orders)
+        return NOTHING
+
     def _alike(self, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
         """Of an equation that treats the rows alike."""
-        orders = frozenset[Order]().union(*(fact.orders for fact in ins))
+        orders = _all_orders(ins)
         bounds = [_bounds(eqn, ins)] * len(eqn.outvars)
         uniform = _rules.is_elementwise(eqn) and all(fact.is_uniform for fact in ins)
         if not orders:
@@ -172,6 +292,10 @@ class Facts:
             Fact(bounds=own) if dim is None else Fact(order, dim, bounds=own)
             for dim, own in zip(factor.outs, bounds, strict=True)
         ]
+
+
+def _all_orders(facts: Sequence[Fact]) -> frozenset[Order]:
+    return frozenset().union(*(fact.orders for fact in facts))
 
 
 def _factor_of_rows(eqn: Eqn, ins: Sequence[Fact]) -> Factor | None:
@@ -197,8 +321,14 @@ def _bounds(eqn: Eqn, ins: Sequence[Fact]) -> tuple[int, int] | None:
         return None
     lows, highs = zip(*own, strict=True)
     low, high = _BOUNDS[name]
-    result, types = (int(low(lows)), int(high(highs))), np.iinfo(eqn.outvars[0].aval.dtype)
-    return result if types.min <= result[0] <= result[1] <= types.max else None
+    result = int(low(lows)), int(high(highs))
+    return result if _holds(eqn.outvars[0].aval.dtype, result) else None
+
+
+def _holds(dtype: Any, bounds: tuple[int, int]) -> bool:
+    """Whether all numbers between bounds are some of a dtype of integers or booleans."""
+    types = (0, 1) if dtype == np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return types[0] <= bounds[0] <= bounds[1] <= types[1]
 
 
 _BOUNDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -247,11 +377,11 @@ def _with_dim(facts: Facts, eqn: Eqn, fact: Fact, dim: int, rows_lead: bool) -> 
 
 def _cast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     (fact,), dtype = ins, np.dtype(eqn.outvars[0].aval.dtype)
-    if eqn.invars[0].aval.dtype == np.bool_:
+    if eqn.invars[0].aval.dtype == np.bool_ and fact.bounds is None:
         fact = fact._replace(bounds=(0, 1))
     if fact.bounds is None or not np.issubdtype(dtype, np.integer):
         return None
-    if not np.iinfo(dtype).min <= fact.bounds[0] <= fact.bounds[1] <= np.iinfo(dtype).max:
+    if not _holds(dtype, fact.bounds):
         return None
     return _same(facts, eqn, [fact])
 
@@ -297,12 +427,14 @@ def _index_of_extreme(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]
 
 def _less(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     a, b = (fact.bounds for fact in ins)
-    if a is None or b is None or a[0] < b[1]:
+    if a is None or b is None:
         return None
-    return [Fact(made_of=("never",))]
+    return [NEVER] if a[0] >= b[1] else [ALWAYS] if a[1] < b[0] else None
 
 
 def _not_equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    if ins[0].constant is not None and ins[0].constant == ins[1].constant:
+        return [NEVER]
     for fact, other in (ins, ins[::-1]):
         if fact.made_of[:1] == ("sign",) and other.bounds == (1, 1):
             return [Fact(fact.order, fact.dim, made_of=("zero", fact.made_of[1]))]
@@ -314,8 +446,7 @@ def _not_equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
 def _and(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     a, b = (fact.made_of for fact in ins)
     exclude = a[1:] == b[1:] != () and {a[0], b[0]} == {"zero", "other"}
-    never = exclude or any(fact.chosen == 0 for fact in ins)
-    return [Fact(made_of=("never",))] if never else None
+    return [NEVER] if exclude or any(fact.constant == 0 for fact in ins) else None
 
 
 def _sign(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -364,8 +495,8 @@ def _add(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    case = ins[0].chosen
-    if case is None:
+    case = ins[0].constant
+    if case is None or not 0 <= case < len(ins) - 1:
         return None
     return [ins[1 + case]._replace(root=facts.root(eqn.invars[1 + case]))]
 
@@ -373,14 +504,14 @@ def _select(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 def _equal(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     for fact, other, atom in zip(ins, ins[::-1], eqn.invars, strict=True):
         if fact.made_of[:1] == ("same",) and any(x is fact.made_of[1] for x in eqn.invars):
-            return [Fact(made_of=("always",))]
+            return [ALWAYS]
         if other.made_of == ("count",) and atom.aval.shape[-1:] == (1,) and not fact.lost:
             (found,) = facts._alike(eqn, ins)
             return [found._replace(made_of=("one hot", facts.root(atom)))]
     a, b = (fact.bounds for fact in ins)
     if a is None or b is None or a[0] <= b[1] and b[0] <= a[1]:
         return None
-    return [Fact(made_of=("never",))]
+    return [NEVER]
 
 
 def _reduce_sum(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -390,30 +521,61 @@ def _reduce_sum(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | Non
     shape, dtype = eqn.invars[0].aval.shape, eqn.outvars[0].aval.dtype
     num = math.prod(shape[d] for d in axes)
     low, high = (bound * num for bound in fact.bounds)
-    if not np.iinfo(dtype).min <= low <= high <= np.iinfo(dtype).max:
+    if fact.made_of[:1] == ("total",) and len(axes) == len(shape):
+        low = high = fact.made_of[1]
+    if not _holds(dtype, (low, high)):
         return None
     is_histogram = fact.made_of[:1] == ("one hot",) and sorted(axes) == [*range(len(shape) - 1)]
     return [found._replace(bounds=(low, high), counts=fact.made_of[1] if is_histogram else None)]
 
 
 def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    shape, keys = eqn.invars[0].aval.shape, ins[0]
-    stable = eqn.params["is_stable"] or eqn.params["num_keys"] == len(ins)
-    if len(shape) != 1 or eqn.params["num_keys"] != 1 or not stable:
+    shape, (keys, *others) = eqn.invars[0].aval.shape, ins
+    if len(shape) != 1:
         return None
     if keys.order is not None:
         return _put_back(facts, eqn, ins)
-    is_rows = not _jaxpr.is_literal(eqn.invars[0]) and eqn.invars[0] in facts.rows
-    if any(fact.orders for fact in ins) or id(eqn) in facts.kept:
-        return None
-    if not is_rows or not facts.divides(shape[0]):
+    if keys.positions is not None and keys.positions.order is not None:
+        return _in_its_order(facts, eqn, ins)
+    region, here = facts.region, (facts.region, id(eqn))
+    is_rows = (region, eqn.invars[0]) in facts.rows and facts.divides(shape[0])
+    if _all_orders(ins) or here in facts.kept or not is_rows:
         return None
     low, high = keys.bounds or (-1, -1)
     num_values = high + 1 if low >= 0 and high < MOST_VALUES else None
-    order = Order(eqn.invars[0], facts.root(eqn.invars[0]), num_values)
-    facts.sorts[order] = id(eqn)
+    if eqn.params["num_keys"] > 1:
+        by_place = _counts(others[0], shape[0])
+    else:
+        by_place = eqn.params["is_stable"] or not others
+    root, sorts = facts.root(eqn.invars[0]), set[EqnIn]()
+    # Rows that stay in the order of the batch have one order by these keys.
+    order = facts.order(
+        ("sort", region, root if by_place else id(eqn)),
+        lambda: Order(region, root, num_values, by_place, sorts),
+    )
+    order.sorts.add(here)
     facts.rewrite(eqn, order)
     return [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
+
+
+def _counts(fact: Fact, num: int) -> bool:
+    """Whether it is 0, 1, 2, ..., `num - 1`."""
+    return not fact.orders and fact.has_all and fact.positions == Positions(num, None)
+
+
+def _in_its_order(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    """A sort of the places in an order at which the rows are: all come into this order."""
+    (keys, *others), num = ins, eqn.invars[0].aval.shape[0]
+    order = keys.positions and keys.positions.order
+    if not keys.has_all or keys.positions != Positions(num, order) or keys.orders != {order}:
+        return None
+    if any(fact.orders for fact in others):
+        return None
+    assert order is not None
+    facts.rewrite(eqn, order)
+    places = Fact(positions=Positions(num, None), has_all=True, bounds=keys.bounds)
+    moved = [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
+    return [places, *moved[1:]]
 
 
 def _put_back(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -426,7 +588,7 @@ def _put_back(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     for fact in others:
         if fact.order is order:
             outs.append(fact._replace(order=None, made_of=()))
-        elif not fact.orders and fact.has_all and fact.positions == Positions(num, None):
+        elif _counts(fact, num):
             outs.append(fact._replace(positions=Positions(num, order), root=None))
         else:
             return None
@@ -467,8 +629,8 @@ def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
         return None
     order = positions.order or at.order
     assert order is not None
-    counted = new.has_all and not new.orders and new.positions == Positions(positions.num, None)
-    inverse = counted and not adds and at.order is order and positions.order is None
+    inverse = _counts(new, positions.num) and not adds
+    inverse &= at.order is order and positions.order is None
     if not _is_in(fact, positions.order):
         return None
     if not inverse and not _is_in(new, at.order):
@@ -525,8 +687,10 @@ def _histogram(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
     if at.bounds[0] < 0 or not inside and not drops or at.lost:
         return None
     most = indices.aval.size
-    fits = most <= np.iinfo(operand.aval.dtype).max
-    return [Fact(counts=facts.root(indices), bounds=(0, most))] if fits else None
+    if not _holds(operand.aval.dtype, (0, most)):
+        return None
+    made_of = ("total", most) if inside else ()
+    return [Fact(counts=facts.root(indices), bounds=(0, most), made_of=made_of)]
 
 
 def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -538,7 +702,10 @@ def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | Non
     low, high = sizes.bounds or (-1, 0)
     if eqn.invars[2].aval.dtype not in (np.int32, np.int64):
         return None
-    total = high if sizes.counts is order.root else high * eqn.invars[2].aval.size
+    counted = sizes.counts == order.root
+    total = high if counted else high * eqn.invars[2].aval.size
+    if not counted and not order.by_place:
+        return None
     if low < 0 or total > np.iinfo(eqn.invars[2].aval.dtype).max:
         return None
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -557,6 +724,11 @@ def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | Non
     return [found]
 
 
+def has_sort(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "sort" for eqn in _jaxpr.walk(jaxpr))
+
+
+_CHECKPOINTS = ("remat2", "checkpoint")
 _RULES = {
     "reshape": _reshape, "squeeze": _reshape, "broadcast_in_dim": _broadcast, "iota": _iota,
     "convert_element_type": _cast, "max": _extremes, "min": _extremes, "top_k": _index_of_extreme,

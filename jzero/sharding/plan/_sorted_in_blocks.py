@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero.ir._regions import EdgeKind, Region, edges
+from jzero.ir._loops import ConstPort, Scan, SlicePort, StackPort
+from jzero.ir._regions import Region, ValueIn
 from jzero.ir._rows import RowDims, row_dims
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.analysis._row_orders import Fact, Facts, Order, OutOfOrderError
+from jzero.sharding.analysis._row_orders import EqnIn, Facts, Order, has_sort
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Atom, Eqn, Jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
+GROUPED = "ragged_dot_general"
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
@@ -32,18 +36,27 @@ def sorted_in_blocks(
       dims: for each of its inputs, the batch dims.
       num: how many contiguous blocks of equal size these are sharded in.
     """
-    if num == 1 or not _has_sort(flat):
+    if num == 1 or not has_sort(flat):
         return flat
     opened = flat._replace(eqns=[_jaxpr.with_inner(eqn, _without_calls) for eqn in flat.eqns])
     region = Region(opened, [*consts])  # type: ignore[arg-type]
-    rows = {var for (_, var), own in row_dims(region, dims).items() if own == {0}}
-    rewritten = _Rewritten(rows, num)
-    found: _rewrite.Flat = rewritten.of(region, {})
-    return found if rewritten.num_sorts else flat
+    rows = {value for value, own in row_dims(region, dims).items() if own == {0}}
+    facts = _facts(region, rows, num)
+    found: _rewrite.Flat = _Rewritten(facts, region).of(region, {})
+    return found if facts.in_blocks else flat
 
 
-def _has_sort(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name == "sort" for eqn in _jaxpr.walk(jaxpr))
+def _facts(region: Region, rows: set[ValueIn], num: int) -> Facts:
+    """With the orders of all sorts that no equation forbids."""
+    kept = frozenset[EqnIn]()
+    while True:
+        facts = Facts(rows, num, kept)
+        facts.run(region)
+        for atom in region.jaxpr.outvars:
+            facts.blame(facts.of(atom).orders)
+        if not facts.blamed:
+            return facts
+        kept |= facts.blamed
 
 
 def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
@@ -54,26 +67,56 @@ def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Rewritten:
-    """Rewrites each program by itself: the rows that one is given or returns are in their places."""
+    """Rewrites programs.
 
-    def __init__(self, rows: set[Atom], num: int):
-        self.rows, self.num, self.num_sorts = rows, num, 0
+    Grouped products need to know how often each block has each key. These counts are made where the keys are
+    sorted, and pass through the programs in between, [Note: orders across programs].
+    """
 
-    def of(self, region: Region, given: dict[Atom, Fact]) -> Any:
+    def __init__(self, facts: Facts, program: Region):
+        self._facts = facts
+        # Of each region: the orders whose counts are made there, are given to it, and are returned.
+        self._made, self._given, self._returned = (
+            collections.defaultdict[Region, dict[Order, None]](dict) for _ in range(3)
+        )
+        for region, eqn in program.walk():
+            if eqn.primitive.name == GROUPED and (region, id(eqn)) in facts.in_blocks:
+                self._need(region, facts.in_blocks[region, id(eqn)])
+
+    def _need(self, region: Region, order: Order) -> None:
+        """Has the counts of an order at hand in a region."""
+        inside = _on_the_way(region, order.region)
+        if inside is not None:
+            self._return(inside, order)
+        elif region is not order.region:
+            self._give(region, order, order)
+        elif order.of is None:
+            self._made[region][order] = None
+        elif order.body is not None:
+            self._return(order.body, order.of)
+        else:
+            self._give(region, order, order.of)
+
+    def _give(self, region: Region, order: Order, outside: Order) -> None:
+        assert region.around is not None
+        self._given[region][order] = None
+        self._need(region.around[0], outside)
+
+    def _return(self, region: Region, order: Order) -> None:
+        self._returned[region][order] = None
+        self._need(region, order)
+
+    def of(self, region: Region, counts: dict[Order, Var]) -> Any:
+        """The program of a region; `counts` has those that it is given, and gets those that it makes."""
         jaxpr = region.jaxpr
-        if not _has_sort(jaxpr):
+        if not jaxpr.eqns:
             return jaxpr
-        facts = self._facts(jaxpr, given)
-        self.num_sorts += len(facts.sorts)
-        writer = _BlocksWriter(facts, jaxpr.eqns[0])
+        writer = _BlocksWriter(self._facts, region, counts, jaxpr.eqns[0])
         for eqn in jaxpr.eqns:
-            inner = {id(each.jaxpr): each for each in region.inner(eqn)}
-            passed = _passed(region, eqn, facts) if inner else {}
-
-            def new(old: Jaxpr, inner: Any = inner, passed: Any = passed) -> Jaxpr:
-                return self.of(inner[id(old)], passed) if id(old) in inner else old
-
-            writer.rewrite(_jaxpr.with_inner(eqn, new), facts.in_blocks.get(id(eqn)))
+            order = self._facts.in_blocks.get((region, id(eqn)))
+            writer.rewrite(self._with_programs(region, eqn, counts), order)
+            if order is not None and order in self._made[region] and order not in counts:
+                counts[order] = writer.counted(eqn.invars[0], order)
         assert not writer.constvars
         eqns, outs = writer.eqns, [*map(writer.read, jaxpr.outvars)]
         if isinstance(jaxpr, _rewrite.Flat):
@@ -81,53 +124,87 @@ class _Rewritten:
         same = [*map(id, eqns)] == [*map(id, jaxpr.eqns)]
         return jaxpr if same else _jaxpr.replaced(jaxpr, eqns=eqns, outvars=outs)
 
-    def _facts(self, jaxpr: Jaxpr, given: dict[Atom, Fact]) -> Facts:
-        """With the orders of all sorts that no equation forbids."""
-        kept = frozenset[int]()
-        while True:
-            facts = Facts(self.rows, self.num, kept, given)
-            try:
-                facts.run(jaxpr)
-            except OutOfOrderError as error:
-                kept |= {facts.sorts[order] for order in error.orders}
-            else:
-                return facts
+    def _with_programs(self, region: Region, eqn: Eqn, counts: dict[Order, Var]) -> Eqn:
+        """The equation with its programs rewritten, and the counts that pass through it."""
+        inner = region.inner(eqn)
+        if not any(self._given[body] or self._returned[body] for body in inner):
+            return region.with_inner(eqn, lambda body: self.of(body, {}))
+        (body,) = inner
+        whole = [order for order in self._given[body] if order.region is not body]
+        sliced = [order for order in self._given[body] if order.region is body]
+        values = [counts[order] for order in whole]
+        stacks = [counts[order.of] for order in sliced if order.of is not None]
+        ins, rows = [*map(_jaxpr.new_var, values)], [*map(_row_of, stacks)]
+        own = dict(zip((*whole, *sliced), (*ins, *rows), strict=True))
+        changed = region.with_inner(eqn, lambda body: self.of(body, own))
+        returned = [*self._returned[body]]
+        outs = [own[order] for order in returned]
+        if eqn.primitive.name != "scan":
+            new = [*map(_jaxpr.new_var, outs)]
+            counts |= zip(returned, new, strict=True)
+            return _with_values(changed, values, ins, new, outs)
+        loop = Scan.of(changed)
+        new = [_jaxpr.var_like(x.aval, (loop.length, *x.aval.shape)) for x in outs]
+        counts |= zip((self._facts.stack(body, order) for order in returned), new, strict=True)
+        return dataclasses.replace(
+            loop, consts=(*loop.consts, *map(ConstPort, values, ins)),
+            xs=(*loop.xs, *map(SlicePort, stacks, rows)), ys=(*loop.ys, *map(StackPort, outs, new)),
+        ).equation()  # fmt: skip
 
 
-def _passed(region: Region, eqn: Eqn, facts: Facts) -> dict[Atom, Fact]:
-    """Facts of the operands that are the same values whenever a program inside runs."""
-    ways = edges(region, eqn)
-    changed = {edge.target for edge in ways if edge.kind is not EdgeKind.IN or edge.shift}
-    found = {}
-    for edge in ways:
-        fact = facts.of(edge.source[1])
-        if edge.target not in changed and not fact.orders and edge.kind is EdgeKind.IN:
-            made_of = fact.made_of if len(fact.made_of) == 1 else ()  # Others name values of here.
-            found[edge.target[1]] = fact._replace(root=None, counts=None, made_of=made_of)
-    return found
+def _on_the_way(region: Region, home: Region) -> Region | None:
+    """Of the programs of a region's equations the one that is `home`, or holds it."""
+    while home.around is not None and home.around[0] is not region:
+        home = home.around[0]
+    return home if home.around is not None else None
+
+
+def _row_of(stack: Var) -> Var:
+    return _jaxpr.var_like(stack.aval, stack.aval.shape[1:])
+
+
+def _with_values(
+    eqn: Eqn, ins: Sequence[Var], inner_ins: Sequence[Var], outs: Sequence[Var], inner_outs: Sequence[Var]
+) -> Eqn:  # fmt: skip
+    """A `jax.checkpoint` with more operands and results."""
+
+    def body(old: Jaxpr) -> Jaxpr:
+        return _jaxpr.replaced(
+            old, invars=[*old.invars, *inner_ins], outvars=[*old.outvars, *inner_outs],
+            debug_info=old.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+    changed = _jaxpr.with_inner(eqn, body)
+    return changed.replace(invars=[*eqn.invars, *ins], outvars=[*eqn.outvars, *outs])
 
 
 class _BlocksWriter(JaxprWriter):
     """Writes the equations of sorted rows for each block by itself: `[rows, ...]` as `[num, rows, ...]`."""
 
-    def __init__(self, facts: Facts, source: Eqn):
+    def __init__(self, facts: Facts, region: Region, counts: Mapping[Order, Var], source: Eqn):
         super().__init__(source)
-        self._facts, self._num = facts, facts.num
+        self._facts, self._region, self._num = facts, region, facts.num
+        self._counts = counts
         self._sizes: dict[tuple[Order, Atom], Atom] = {}
+
+    def counted(self, keys: Atom, order: Order) -> Var:
+        (found,) = self.trace(_counted, self.read(keys), static=(self._num, order.num_values))
+        return _jaxpr.variable(found)
 
     def rewrite(self, eqn: Eqn, order: Order | None) -> None:
         if order is None:
             self.eqns.append(self.renamed(eqn))
             return
+        self._facts.region = self._region
         self.source, params, name = eqn, eqn.params, eqn.primitive.name
         ins = [*map(self.read, eqn.invars)]
         run: Callable[..., Any] = _updated
         static: tuple[Hashable, ...] = params.get("dimension_numbers"), name == "scatter-add"
         if name == "sort":
-            run, static = _sorted, (params["is_stable"],)
+            run, static = _sorted, (params["num_keys"], params["is_stable"])
         elif name == "gather":
             run, static = _taken, (params["dimension_numbers"], params["slice_sizes"])
-        elif name == "ragged_dot_general":
+        elif name == GROUPED:
             ins[2] = self._sizes_in_blocks(order, eqn.invars[2])
             rhs = self._facts.of(eqn.invars[1])
             dims = self._facts.of(eqn.invars[0]).dim, None if rhs.order is None else rhs.dim
@@ -141,13 +218,9 @@ class _BlocksWriter(JaxprWriter):
     def _sizes_in_blocks(self, order: Order, sizes: Atom) -> Atom:
         """`[num, groups]`: how many rows of each block are in each group."""
         if (order, sizes) not in self._sizes:
-            keys = self.read(order.keys)
-            if self._facts.of(sizes).counts is order.root:
-                static = self._num, sizes.aval.shape[0], sizes.aval.dtype
-                (found,) = self.trace(_counted, keys, static=static)
-            else:
-                values = self._num, order.num_values
-                (found,) = self.trace(_shared_out, keys, self.read(sizes), static=values)
+            is_histogram = self._facts.of(sizes).counts == order.root
+            run = _first_counts if is_histogram else _shared_out
+            (found,) = self.trace(run, self._counts[order], self.read(sizes))
             self._sizes[order, sizes] = found
         return self._sizes[order, sizes]
 
@@ -159,9 +232,9 @@ def _in_blocks(num: int, x: jax.Array, dim: int = 0) -> jax.Array:
     return jnp.moveaxis(blocks, dim, 0) if dim else blocks
 
 
-def _sorted(num: int, is_stable: bool, *xs: jax.Array) -> tuple[jax.Array, ...]:
+def _sorted(num: int, num_keys: int, is_stable: bool, *xs: jax.Array) -> tuple[jax.Array, ...]:
     blocks = [_in_blocks(num, x) for x in xs]
-    outs = lax.sort(blocks, dimension=1, num_keys=1, is_stable=is_stable)
+    outs = lax.sort(blocks, dimension=1, num_keys=num_keys, is_stable=is_stable)
     return tuple(out.reshape(x.shape) for out, x in zip(outs, xs, strict=True))
 
 
@@ -211,21 +284,27 @@ def _multiplied(
     return found.reshape(lhs.shape[0], *found.shape[2:])
 
 
-def _counted(num: int, size: int, dtype: Any, keys: jax.Array) -> jax.Array:
-    """`[num, size]`: how often each block has each key."""
+def _counted(num: int, num_values: int, keys: jax.Array) -> jax.Array:
+    """`[num, num_values]`: how often each block has each key."""
 
     def count(own: jax.Array) -> jax.Array:
-        return jnp.zeros(size, dtype).at[own].add(1, mode="drop")
+        return jnp.zeros(num_values, jnp.int32).at[own].add(1, mode="drop")
 
     return jax.vmap(count)(_in_blocks(num, keys))
 
 
-def _shared_out(num: int, num_values: int, keys: jax.Array, sizes: jax.Array) -> jax.Array:
+def _first_counts(counts: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The counts of as many keys as there are groups."""
+    padding = (0, 0, 0), (0, sizes.size - counts.shape[1], 0)
+    return lax.pad(counts, np.zeros((), counts.dtype), padding).astype(sizes.dtype)
+
+
+def _shared_out(counts: jax.Array, sizes: jax.Array) -> jax.Array:
     """How many rows of each block are in each group, where groups are of `sizes` rows of all blocks.
 
     In the order of all rows those of a block with one key are a range; so are the rows of a group.
     """
-    own = _counted(num, num_values, sizes.dtype, keys)
+    own = counts.astype(sizes.dtype)
     before = jnp.cumsum(own, axis=0) - own
     total = own.sum(0)
     start = ((jnp.cumsum(total) - total)[None] + before)[:, :, None]
