@@ -181,6 +181,21 @@ def unstable(w, x):
     return weighed(y[jnp.argsort(order)], scale)
 
 
+def packed(num_rows, width=jnp.int32, number=lambda num: num):
+    """Keys and places in one number: `key * rows + place`."""
+
+    def form(w, x):
+        scale, chosen = routed(w, x)
+        keys = jnp.ravel(chosen).astype(width)
+        num = jnp.asarray(num_rows(keys.size), width)
+        order = jnp.sort(keys * num + jnp.arange(keys.size, dtype=width)) % number(num)
+        sizes = jnp.minimum(jnp.bincount(jnp.ravel(chosen), length=EXPERTS), 9)
+        y = experts(w, x[order // CHOSEN], sizes)
+        return weighed(y[jnp.argsort(order)], scale)
+
+    return form
+
+
 def layers(form, wrap=lambda layer: layer):
     """Three scanned layers, whose sorted rows the backward pass reads."""
 
@@ -237,7 +252,8 @@ FORMS = [
     with_biases, sorted_back, added_back, one_each, repeated, with_padding, set_back, own_derivative, ranked,
     rematted, by_two_keys, by_weight, unstable, *map(layers, (sorted_back, added_back, set_back, rematted)),
     layers(own_derivative), layers(with_padding, jax.checkpoint), sizes_of_others,
-    an_order_for_all_layers, rows_of_another_loop,
+    an_order_for_all_layers, rows_of_another_loop, packed(lambda num: num),
+    packed(lambda num: 1024, jnp.int16),
 ]  # fmt: skip
 
 
@@ -497,6 +513,8 @@ IN_PLACE = [
     groups_of_inputs, another_order, other_slices, slices_of_other_loops, all_slices_for_each,
     rows_and_all_orders, sum_of_slices, returned_from_a_loop, carried, chosen_by_a_rank, in_a_branch,
     flag_of_the_first, flag_of_a_branch, ranks_of_ranks, cut_by_weight, of_no_group,
+    packed(lambda num: num // 2), packed(lambda num: 50, jnp.int8), packed(lambda num: 2**14, jnp.int16),
+    packed(lambda num: num, number=lambda num: 2 * num),
     *map(by_an_inverse, (jnp.negative, lambda x: x + 1, lambda x: x // 2, lambda x: x[::-1])),
 ]  # fmt: skip
 

@@ -53,8 +53,9 @@ class Order:
 
     Attributes:
       region: where it is known.
-      root: the value whose elements the first keys are.
+      root: the value whose elements the first keys are, if these are divided by a number.
       num_values: the first keys are from 0 up to it; None if that is unknown.
+      number: by which.
       by_place: whether rows of equal first keys stay in the order of the batch.
       sorts: the equations that make it.
       of: of a stack, the order of a slice; of a slice, those of its stack.
@@ -64,6 +65,7 @@ class Order:
     region: Region
     root: Name
     num_values: int | None
+    number: int
     by_place: bool
     sorts: set[EqnIn]
     of: Order | None = None
@@ -95,7 +97,9 @@ class Fact(NamedTuple):
       made_of: `("sign", x)` or `("rem", x)`; x put at positions (`("put", x, at)`) and taken from there again
         (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not
         (`("other", x)`). 0, 1, ... along the last dim alone (`("count",)`), and where x equals it
-        (`("one hot", x)`). Integers whose sum is n (`("total", n)`).
+        (`("one hot", x)`). Integers whose sum is n (`("total", n)`). Keys of a
+        root times a number (`("times", root, number, keys)`), and these plus positions of so many rows, which
+        are fewer than the number (`("packed", root, number, keys, rows)`).
       lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
       slices: of a stack that a scan made: what is known of each of its slices along dim 0.
     """
@@ -469,7 +473,30 @@ def _divisor(eqn: Eqn, ins: Sequence[Fact]) -> int:
     return least if least == most > 0 else 0
 
 
+def _mul(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    for fact, num, atom in zip(ins, (ins[1].constant, ins[0].constant), eqn.invars, strict=True):
+        low, high = fact.bounds or (-1, -1)
+        if low < 0 or num is None or num < 1 or fact.is_uniform or _all_orders(ins):
+            continue
+        bounds = low * num, high * num
+        if _holds(eqn.outvars[0].aval.dtype, bounds):
+            return [Fact(bounds=bounds, made_of=("times", facts.root(atom), num, high + 1))]
+    return None
+
+
+def _unpacked(ins: Sequence[Fact]) -> tuple[Any, ...] | None:
+    """Root, number of keys and of rows of what is divided by the number with which they were packed."""
+    made_of = ins[0].made_of
+    if made_of[:1] != ("packed",) or ins[1].constant != made_of[2]:
+        return None
+    return made_of[1], *made_of[3:]
+
+
 def _rem(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    if (found := _unpacked(ins)) is not None:
+        own, num = ("rem", eqn.invars[0]), found[2]
+        at = Positions(num, None)
+        return [Fact(ins[0].order, ins[0].dim, at, True, (0, num - 1), made_of=own)]
     if not _divisor(eqn, ins):
         return None
     bounds = 0, _divisor(eqn, ins) - 1
@@ -478,6 +505,8 @@ def _rem(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 def _div(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     by, fact = _divisor(eqn, ins), ins[0]
+    if (found := _unpacked(ins)) is not None and eqn.primitive.name == "div":
+        return [Fact(fact.order, fact.dim, bounds=(0, found[1] - 1), root=found[0])]
     if not by or fact.positions is None or fact.positions.num % by:
         return None
     num = fact.positions.num // by
@@ -489,6 +518,10 @@ def _div(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 def _add(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """JAX adds the size to indices below 0, of which there are none among positions."""
     for fact, other in (ins, ins[::-1]):
+        at, bounds = other.positions, _bounds(eqn, ins)
+        if fact.made_of[:1] == ("times",) and at is not None and _counts(other, at.num) and bounds:
+            if at.num <= fact.made_of[2]:
+                return [Fact(bounds=bounds, made_of=("packed", *fact.made_of[1:], at.num))]
         if fact.positions is not None and fact.positions.order is not None and other.is_uniform:
             return [Fact(fact.order, fact.dim, lost=fact.orders)]
     return None
@@ -541,21 +574,24 @@ def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     is_rows = (region, eqn.invars[0]) in facts.rows and facts.divides(shape[0])
     if _all_orders(ins) or here in facts.kept or not is_rows:
         return None
-    low, high = keys.bounds or (-1, -1)
-    num_values = high + 1 if low >= 0 and high < MOST_VALUES else None
+    root, number, (low, high) = facts.root(eqn.invars[0]), 1, keys.bounds or (-1, -1)
     if eqn.params["num_keys"] > 1:
         by_place = _counts(others[0], shape[0])
     else:
         by_place = eqn.params["is_stable"] or not others
-    root, sorts = facts.root(eqn.invars[0]), set[EqnIn]()
+    if is_packed := keys.made_of[:1] == ("packed",):
+        _, root, number, num_values, _ = keys.made_of
+        low, high, by_place = 0, num_values - 1, True
+    num_values, sorts = high + 1 if low >= 0 and high < MOST_VALUES else None, set[EqnIn]()
     # Rows that stay in the order of the batch have one order by these keys.
     order = facts.order(
         ("sort", region, root if by_place else id(eqn)),
-        lambda: Order(region, root, num_values, by_place, sorts),
+        lambda: Order(region, root, num_values, number, by_place, sorts),
     )
     order.sorts.add(here)
     facts.rewrite(eqn, order)
-    return [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
+    found = [fact._replace(order=order, made_of=()) for fact in _same(facts, eqn, ins)]
+    return [found[0]._replace(made_of=keys.made_of if is_packed else ()), *found[1:]]
 
 
 def _counts(fact: Fact, num: int) -> bool:
@@ -733,7 +769,7 @@ _RULES = {
     "reshape": _reshape, "squeeze": _reshape, "broadcast_in_dim": _broadcast, "iota": _iota,
     "convert_element_type": _cast, "max": _extremes, "min": _extremes, "top_k": _index_of_extreme,
     "argmax": _index_of_extreme, "argmin": _index_of_extreme, "lt": _less, "eq": _equal,
-    "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem, "div": _div, "add": _add,
+    "ne": _not_equal, "and": _and, "sign": _sign, "rem": _rem, "div": _div, "add": _add, "mul": _mul,
     "shift_right_arithmetic": _div, "shift_right_logical": _div,
     "select_n": _select, "reduce_sum": _reduce_sum, "sort": _sort, "gather": _gather,
     "scatter": _scatter, "scatter-add": _scatter, "ragged_dot_general": _ragged_dot,

@@ -188,7 +188,8 @@ class _BlocksWriter(JaxprWriter):
         self._sizes: dict[tuple[Order, Atom], Atom] = {}
 
     def counted(self, keys: Atom, order: Order) -> Var:
-        (found,) = self.trace(_counted, self.read(keys), static=(self._num, order.num_values))
+        static = self._num, order.num_values, order.number
+        (found,) = self.trace(_counted, self.read(keys), static=static)
         return _jaxpr.variable(found)
 
     def rewrite(self, eqn: Eqn, order: Order | None) -> None:
@@ -284,11 +285,11 @@ def _multiplied(
     return found.reshape(lhs.shape[0], *found.shape[2:])
 
 
-def _counted(num: int, num_values: int, keys: jax.Array) -> jax.Array:
-    """`[num, num_values]`: how often each block has each key."""
+def _counted(num: int, num_values: int, number: int, keys: jax.Array) -> jax.Array:
+    """`[num, num_values]`: how often each block has each key, divided by a number."""
 
     def count(own: jax.Array) -> jax.Array:
-        return jnp.zeros(num_values, jnp.int32).at[own].add(1, mode="drop")
+        return jnp.zeros(num_values, jnp.int32).at[own // number].add(1, mode="drop")
 
     return jax.vmap(count)(_in_blocks(num, keys))
 
