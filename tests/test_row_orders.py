@@ -181,14 +181,14 @@ def unstable(w, x):
     return weighed(y[jnp.argsort(order)], scale)
 
 
-def packed(num_rows, width=jnp.int32, number=lambda num: num):
+def packed(number, width=jnp.int32, divisor=None):
     """Keys and places in one number: `key * rows + place`."""
 
     def form(w, x):
         scale, chosen = routed(w, x)
         keys = jnp.ravel(chosen).astype(width)
-        num = jnp.asarray(num_rows(keys.size), width)
-        order = jnp.sort(keys * num + jnp.arange(keys.size, dtype=width)) % number(num)
+        num, by = (jnp.asarray(f(keys.size), width) for f in (number, divisor or number))
+        order = jnp.sort(keys * num + jnp.arange(keys.size, dtype=width)) % by
         sizes = jnp.minimum(jnp.bincount(jnp.ravel(chosen), length=EXPERTS), 9)
         y = experts(w, x[order // CHOSEN], sizes)
         return weighed(y[jnp.argsort(order)], scale)
@@ -413,9 +413,17 @@ def flag_of_the_first(w, x):
 
 
 def flag_of_a_branch(w, x):
-    is_sorted = lax.cond(x[0, 0] > 0, lambda: True, lambda: False)
+    branches = lambda x: (True, jnp.sort(x[:, 0])), lambda x: (False, x[:, 0])
+    is_sorted, _ = lax.cond(x[0, 0] > 0, *branches, x)
     order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
     return jnp.where(is_sorted, x[order], x)[jnp.argsort(order)]
+
+
+def masked_by_a_product(w, x):
+    """The product of keys is negative where it overflows."""
+    keys = jnp.argmax(x @ w["router"], axis=1).astype(jnp.int8)
+    order = jnp.argsort(keys)
+    return jnp.where((keys * jnp.int8(100) < 0)[:, None], 0.0, x[order])[jnp.argsort(order)]
 
 
 def by_an_inverse(change):
@@ -512,9 +520,9 @@ IN_PLACE = [
     numbers_are_set, positions_matter, sums_run, stays_sorted, neighbours, random_of_place, ranks,
     groups_of_inputs, another_order, other_slices, slices_of_other_loops, all_slices_for_each,
     rows_and_all_orders, sum_of_slices, returned_from_a_loop, carried, chosen_by_a_rank, in_a_branch,
-    flag_of_the_first, flag_of_a_branch, ranks_of_ranks, cut_by_weight, of_no_group,
+    flag_of_the_first, flag_of_a_branch, masked_by_a_product, ranks_of_ranks, cut_by_weight, of_no_group,
     packed(lambda num: num // 2), packed(lambda num: 50, jnp.int8), packed(lambda num: 2**14, jnp.int16),
-    packed(lambda num: num, number=lambda num: 2 * num),
+    packed(lambda num: num, divisor=lambda num: 2 * num),
     *map(by_an_inverse, (jnp.negative, lambda x: x + 1, lambda x: x // 2, lambda x: x[::-1])),
 ]  # fmt: skip
 
