@@ -478,8 +478,8 @@ def _mul(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
         low, high = fact.bounds or (-1, -1)
         if low < 0 or num is None or num < 1 or fact.is_uniform or _all_orders(ins):
             continue
-        bounds = low * num, high * num
-        if _holds(eqn.outvars[0].aval.dtype, bounds):
+        bounds, out = (low * num, high * num), eqn.outvars[0].aval
+        if atom.aval.shape == out.shape and _holds(out.dtype, bounds):
             return [Fact(bounds=bounds, made_of=("times", facts.root(atom), num, high + 1))]
     return None
 
