@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optimizers
-from jzero.offload import _host_engine, _host_step
+from jzero.offload import _host_engine, _memory_updates
 from jzero.offload.kernels import _machine
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._addresses import host_empty
@@ -49,7 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], dict[str, 
                 count(up, chunk.values())
                 yield chunk
 
-    monkeypatch.setattr(_host_step, "HostEngine", Watched)
+    monkeypatch.setattr(_memory_updates, "HostEngine", Watched)
     return down, up
 
 

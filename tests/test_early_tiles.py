@@ -13,7 +13,7 @@ import small
 import zoo
 from interrupting import Stop, failing
 from jzero.offload._early_tiles import TileRun
-from jzero.offload._nvme_step import NVMeStep
+from jzero.offload._file_updates import FileUpdates
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._tiled_update import TiledUpdate
@@ -108,7 +108,7 @@ def check_same_bits(
     """As with updates that wait for all that they read; and some do not wait, and are made again."""
     tx = OPTIMIZERS[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NVMeStep, "_begins_early", False)
+        patch.setattr(FileUpdates, "begins_early", False)
         expected, plan = trained(scan, tx, scales, num, folder / "waits", **options)
         assert not plan.buckets
         assert not seen.steps

@@ -13,7 +13,7 @@ import jzero
 import small
 import test_offload_params
 import zoo
-from jzero.offload import _host_step
+from jzero.offload import _host_updates
 from jzero.offload._early_plan import EarlyPlan
 from jzero.offload._layer_schedule import ITERATION, STRETCH
 from jzero.offload.execute._executor import Execution
@@ -59,7 +59,7 @@ def sharded(scan, tx, axes, **options):
 def early(train_step, state, x=None):
     """The plan of early updates."""
     call = train_step._programs.bind((state, batch(0) if x is None else x), {})
-    return train_step._programs.of(call).step._early_plan
+    return train_step._programs.of(call).step.updates.early
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def test_early_and_late_updates_have_the_same_bits(scan, axes, monkeypatch):
         return jax.tree.leaves(zoo.to_host((state, metrics))), early(train_step, state)
 
     found, plan = trained()
-    monkeypatch.setattr(_host_step, "plan_early", lambda *_: EarlyPlan((), {}))
+    monkeypatch.setattr(_host_updates, "plan_early", lambda *_: EarlyPlan((), {}))
     expected, none = trained()
     assert plan.buckets
     assert not none.buckets

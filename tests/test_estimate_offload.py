@@ -135,7 +135,7 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
         for row in jzero.estimate(PSI, devices=8, precision=precision, memory=policy).memory
     }
     (program,) = train_step._programs.built.values()
-    engine = program.step._engine
+    engine = program.step.updates._engine
     kept = [x for outputs in engine._sets for x in outputs.arrays]
     assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
     assert sum(x.nbytes for x in kept) // 8 == expected["outgoing parameter"]

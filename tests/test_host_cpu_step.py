@@ -20,7 +20,7 @@ import zoo
 from host_updates import watched  # noqa: F401
 from interrupting import failing
 from jzero._quantities import readable_bytes
-from jzero.offload import _bandwidth, _host_engine, _host_step
+from jzero.offload import _bandwidth, _host_engine, _host_step, _host_updates, _memory_updates
 from jzero.offload._backends import OnHostCPU
 from jzero.offload.memory import _available, _pinned_leaf
 from jzero.sharding.plan._layout import REPLICATED
@@ -264,7 +264,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     """In the middle of an update, as a signal's may be called."""
     train_step = on(2)
     state, second = (train_step.init(new_state, ADAMW) for _ in range(2))
-    original = _host_step.HostStep._stored
+    original = _host_updates.HostUpdates.stored
     told: list[Any] = []
 
     def handled(*args: Any) -> Any:
@@ -272,7 +272,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
             told.append(pytest.raises(jzero.StateError, train_step, second, BATCH))
         return original(*args)
 
-    monkeypatch.setattr(_host_step.HostStep, "_stored", handled)
+    monkeypatch.setattr(_host_updates.HostUpdates, "stored", handled)
     found, _ = train_step(state, BATCH)
     text = "in the middle of its own update.*one state at a time. Set a flag there"
     assert re.search(text, str(told[0].value))
@@ -459,7 +459,7 @@ def test_delayed_states_in_turn(monkeypatch):
             assert {id(x) for x in params} <= {id(x) for x in waited}
             return super().run()
 
-    monkeypatch.setattr(_host_step, "HostEngine", Watched)
+    monkeypatch.setattr(_memory_updates, "HostEngine", Watched)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     loops = [PlainLoop(ADAMW), PlainLoop(ADAMW)]
@@ -640,11 +640,11 @@ def test_batches_of_two_shapes_share_an_engine():
     assert_same(state, expected)
     programs = train_step._programs.built.values()
     assert len(programs) == 2
-    assert len({id(program.step._engine) for program in programs}) == 1
+    assert len({id(program.step.updates._engine) for program in programs}) == 1
     other = on(4, optax.adamw(2e-2))
     other(new_state(optax.adamw(2e-2)), BATCH)
     (program,) = other._programs.built.values()
-    assert program.step._engine not in [p.step._engine for p in programs]
+    assert program.step.updates._engine not in [p.step.updates._engine for p in programs]
 
 
 def other_steps():
@@ -687,7 +687,7 @@ def test_what_is_sent_is_there_before_its_memory_is_written(stage):
     train_step = on(4, stage=stage)
     params, _ = train_step(new_state(ADAMW), BATCH)[0]
     (program,) = train_step._programs.built.values()
-    waits = {id(ref()) for ref in program.step._engine._sets[-1].sent}
+    waits = {id(ref()) for ref in program.step.updates._engine._sets[-1].sent}
     assert waits == {id(getattr(x, "storage", x)) for x in params}
 
 
@@ -744,7 +744,7 @@ def test_what_brings_parameters_to_rest_is_compiled_before():
     state = train_step.init(new_state, ADAMW)
     planted = MemoryError("planted")
     with (
-        failing(_host_step._conversions, "leaving", error=planted),
+        failing(_host_updates._conversions, "leaving", error=planted),
         pytest.raises(MemoryError, match="planted"),
     ):
         train_step(state, BATCH)
@@ -760,7 +760,7 @@ def test_an_interrupted_update_consumes_the_state():
     train_step = on(2)
     state, _ = train_step(new_state(ADAMW), BATCH)
     with (
-        failing(_host_step.HostStep, "_stored", error=KeyboardInterrupt),
+        failing(_host_updates.HostUpdates, "stored", error=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         train_step(state, BATCH)

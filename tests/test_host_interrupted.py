@@ -19,13 +19,17 @@ import jzero
 import small
 from host_updates import compiler  # noqa: F401
 from interrupting import interruption
-from jzero.offload import _host_step
+from jzero.offload import _host_updates
 from test_offload import BATCH
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
 FILES = (
     "_host_step.py",
+    "_host_updates.py",
+    "_memory_updates.py",
+    "_executor.py",
+    "_stream.py",
     "_host_engine.py",
     "_host_update.py",
     "_loops.py",  # And _xla_loops.py.
@@ -107,9 +111,9 @@ def no_lock_is_left() -> bool:
     """Whether steps in other threads can update."""
 
     def acquire() -> bool:
-        free = _host_step.UPDATING.acquire(blocking=False)
+        free = _host_updates.UPDATING.acquire(blocking=False)
         if free:
-            _host_step.UPDATING.release()
+            _host_updates.UPDATING.release()
         return free
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

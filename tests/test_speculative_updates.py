@@ -14,7 +14,7 @@ import zoo
 from host_updates import compiler  # noqa: F401
 from jzero.offload._assumptions import Assumption
 from jzero.offload._early_run import EarlyRun
-from jzero.offload._host_step import HostStep
+from jzero.offload._host_updates import HostUpdates
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
 from test_early_updates import check_lost, early, failing_at, log, sharded, updates_of  # noqa: F401
@@ -131,12 +131,12 @@ def check_same_bits(monkeypatch, seen, scan, name, scales, num=2, **options):
     """As with updates that wait for all that they read; and some do not wait, and are undone."""
     tx = OPTIMIZERS[name]
     with monkeypatch.context() as patch:
-        patch.setattr(HostStep, "_old_share", 0)
+        patch.setattr(HostUpdates, "old_share", 0)
         expected, plan = trained(scan, tx, scales, num, **options)
         assert not plan.buckets
         assert not seen.steps
     with monkeypatch.context() as patch:
-        patch.setattr(HostStep, "_old_share", 1.0)
+        patch.setattr(HostUpdates, "old_share", 1.0)
         found, plan = trained(scan, tx, scales, num, **options)
         assert all(bucket.assumption for bucket in plan.buckets)
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
@@ -200,7 +200,7 @@ def test_both_compilers_have_the_same_bits(name, seen, monkeypatch):
 
 def test_they_begin_while_earlier_layers_run(log, monkeypatch):  # noqa: F811
     """As they do without a clip: the last layers' slices before the first layers run backward."""
-    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    monkeypatch.setattr(HostUpdates, "old_share", 1.0)
     train_step, state = sharded(True, OPTIMIZERS["adamw"], {"data": 4})
     for i in range(2):
         log.clear()
@@ -218,8 +218,8 @@ def test_old_values_have_a_bound(seen, monkeypatch):
     tx, scales = OPTIMIZERS["adamw"], PATTERNS["random"]
     expected, _ = trained(True, tx, scales, 2)
     some = seen.begun
-    assert HostStep._old_share == 0.25
-    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    assert HostUpdates.old_share == 0.25
+    monkeypatch.setattr(HostUpdates, "old_share", 1.0)
     seen.steps.clear()
     found, _ = trained(True, tx, scales, 2)
     assert [x < y for x, y in zip(some, seen.begun, strict=True)] == [y > 0 for y in seen.begun]
@@ -238,7 +238,7 @@ def test_a_report_says_so(monkeypatch):
     text = " ".join(str(train_step.describe(state, batch(0))).split())
     assert "in 4 slices, if the last step did not clip" in text
     assert f"old values: {need.nbytes / 1024:.1f} KiB for each device at most" in text
-    monkeypatch.setattr(HostStep, "_old_share", 0)
+    monkeypatch.setattr(HostUpdates, "old_share", 0)
     train_step, state = sharded(True, tx, {"data": 2})
     assert not early_step(train_step, state).schedule().buffers
     text = " ".join(str(train_step.describe(state, batch(0))).split())
@@ -261,9 +261,9 @@ def test_a_factor_is_assumed_when_it_has_been_the_same_twice(seen):
     tx = optax.GradientTransformation(ADAM.init, update)
     scales = [SMALL, SMALL, SMALL, LARGE, LARGE, SMALL, SMALL, SMALL]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStep, "_old_share", 0)
+        patch.setattr(HostUpdates, "old_share", 0)
         expected, _ = trained(True, tx, scales, 2)
-        patch.setattr(HostStep, "_old_share", 1.0)
+        patch.setattr(HostUpdates, "old_share", 1.0)
         found, _ = trained(True, tx, scales, 2)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.tobytes() == y.tobytes()
@@ -320,7 +320,7 @@ FAULTS = {
 def test_a_fault_leaves_no_half_new_state(fault, error, monkeypatch):
     """By name; and the next state that is trained has the bits of one that nothing has happened to."""
     where, number, lost = FAULTS[fault]
-    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    monkeypatch.setattr(HostUpdates, "old_share", 1.0)
     tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
     expected, _ = trained(True, tx, scales, 2)
     train_step, state = sharded(True, tx, {"data": 2})
@@ -355,7 +355,7 @@ def test_a_layer_that_fails_after_updates_have_begun(monkeypatch):
 
 def test_states_take_buckets(monkeypatch):
     """What the last step decided may be another state's: then it is undone, and nothing else."""
-    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    monkeypatch.setattr(HostUpdates, "old_share", 1.0)
     tx = OPTIMIZERS["adamw"]
     alone = [trained(True, tx, [scale] * 4, 2)[0][-1][0] for scale in (SMALL, LARGE)]
     train_step, first = sharded(True, tx, {"data": 2})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,8 +15,9 @@ from jzero._memory_kinds import HOST, NVME, PINNED
 from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
 from jzero.offload import _tiers
 from jzero.offload._device_step import DeviceStep
+from jzero.offload._file_updates import FileUpdates
 from jzero.offload._host_step import HostStep
-from jzero.offload._nvme_step import NVMeStep
+from jzero.offload._memory_updates import MemoryUpdates
 from jzero.offload._slicing import device_buckets
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
@@ -136,8 +138,10 @@ class OnHostCPU(InTier):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        threads = self.state.threads
-        return HostStep(planned, shardings, threads, self.delay_after, shared, self.window)
+        updates = functools.partial(
+            MemoryUpdates, threads=self.state.threads, delay_after=self.delay_after, shared=shared
+        )
+        return HostStep(planned, shardings, self.window, updates)
 
 
 class InFiles(InTier):
@@ -153,13 +157,15 @@ class InFiles(InTier):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        return NVMeStep(planned, shardings, self.state, shared, self.window)
+        updates = functools.partial(FileUpdates, policy=self.state)
+        return HostStep(planned, shardings, self.window, updates)
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> StoreSpec | None:  # fmt: skip
-        return step.spec if isinstance(step, NVMeStep) else None
+        updates = step.updates if isinstance(step, HostStep) else None
+        return updates.spec if isinstance(updates, FileUpdates) else None
 
 
 _BACKENDS: dict[type[Policy], type[InTier]] = {

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE, PINNED
-from jzero.offload._layered import LayeredSegment
+from jzero.offload._layered import NO_FILES, LayeredSegment
 from jzero.offload._sliced import SlicedBucket
-from jzero.offload.execute._executor import Executable, Execution, Keys
+from jzero.offload.execute._executor import Executable, Execution, Keys, Section
 from jzero.offload.execute._stream import free
 from jzero.offload.schedule._ops import DeviceCall, Fetch, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Compiled, Segment, Values, Var
+from jzero.segments._segment import Compiled, Segment, SegmentFn, Values, Var
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.cut._transfers import is_scalar
 from jzero.sharding.plan._backend import Window, waits
@@ -61,17 +61,18 @@ class DeviceStep:
         self._layered = None
         if any(leaf.is_streamed for leaf in leaves):
             gradients = [var for var in self.grad.gives if not is_scalar(var)]
-            self._layered = LayeredSegment(planned, self.grad, gradients, window)
+            self._layered = LayeredSegment(planned, self.grad, gradients, window, self._names)
             self.grad = self._segments.grad = self._layered.as_segment()
             self._pinned |= {
                 var: self.grad.types[var].aval(planned.mesh).sharding.with_memory_kind(PINNED)
                 for var in gradients
             }
-            self._names |= self._layered.gradients
+            given = zip(self.grad.gives, self._layered.outputs, strict=False)
+            self._names |= {var: output.value for var, output in given if output}
         new = planned.frame.jaxpr.outvars[: len(leaves)]
         self._unchanged = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
-        # For each variable, the last bucket that takes it.
-        self._last = {var: i for i, bucket in enumerate(self.buckets) for var in bucket.takes}
+        # For each value, the last bucket that takes it.
+        self._last = {self._name(v): i for i, part in enumerate(self.buckets) for v in part.takes}
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`; of a `while` one iteration."""
@@ -83,40 +84,58 @@ class DeviceStep:
 
     def schedule(self) -> Schedule:
         """The forward-backward program, and each bucket of the update: its leaves come, and go back."""
-        layered = self._layered
-        grads = layered.ops if layered else (Run("gradients"),)
-        ops = (*waits(self._segments.plan), *grads, *self._update.ops)
-        return Schedule(ops, layered.buffers() if layered else ())
-
-    # -- the update ------------------------------------------------------------------------------------
+        ops = (*waits(self._segments.plan), *self._program.ops)
+        return Schedule(ops, self._layered.buffers() if self._layered else ())
 
     @functools.cached_property
-    def _update(self) -> Executable:
-        """What runs behind the forward-backward program."""
-        ops = [op for index, _ in enumerate(self.buckets) for op in self._ops(index)]
+    def _program(self) -> Executable:
         placed = [(self._is_pinned(i), value) for i, value in self._new.items()]
         here, there = (
             tuple(x for where, x in placed if where == pinned) for pinned in (False, True)
         )
-        return Executable(ops, Keys(here, there))
+        return Executable((*self._gradients.ops, *self._update.ops), Keys(here, there))
+
+    @functools.cached_property
+    def _gradients(self) -> Section:
+        """Forward and backward."""
+        grad = self.grad
+        if self._layered is not None:
+            return self._layered.section
+        gives = (*map(self._name, grad.gives), *(self._new[i] for i in grad.outs))
+        call = called(grad, lambda _: grad.jitted)
+        return Section((Run("gradients", tuple(map(self._name, grad.takes)), gives, call),))
+
+    # -- the update ------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _update(self) -> Section:
+        """What runs behind the forward-backward program."""
+        ops = [op for index, _ in enumerate(self.buckets) for op in self._ops(index)]
+        return Section(tuple(ops), self._plan.device_bytes)
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
-        """By which name each output of the buckets is known: leaves in slices by that of the old one."""
+        """By which name each output is known: leaves in slices by that of the old one."""
         found: dict[int, Value] = {}
-        for bucket, plan in zip(self.buckets, self._plan.buckets, strict=True):
-            for i in bucket.outs:
-                if i >= len(self._plan.leaves):
+        buckets = zip(self.buckets, self._plan.buckets, strict=True)
+        parts = [(self.grad.outs, 1), *((bucket.outs, plan.parts) for bucket, plan in buckets)]
+        for outs, num in parts:
+            for i in outs:
+                if i >= len(self._plan.new_leaves):
                     found[i] = Value.of("output", self._planned.frame.jaxpr.outvars[i].aval)
                     continue
                 name = self._names[self._invars[i]]
-                in_place = plan.parts > 1 and self._is_pinned(i)
+                in_place = num > 1 and self._is_pinned(i)
                 found[i] = name if in_place else dataclasses.replace(name)
+        if self._layered is not None:
+            outputs = self._layered.outputs[len(self.grad.gives) :]
+            pairs = zip(self.grad.outs, outputs, strict=True)
+            found |= {i: output.value for i, output in pairs if output}
         return found
 
     def _is_pinned(self, out: int) -> bool:
         """Whether an output is a leaf in pinned memory."""
-        return out < len(self._plan.leaves) and self._invars[out] in self._pinned
+        return out < len(self._plan.new_leaves) and self._invars[out] in self._pinned
 
     def _name(self, var: Var) -> Value:
         if var not in self._names:
@@ -134,32 +153,22 @@ class DeviceStep:
         """The leaves of a bucket come, are updated, and go back."""
         pinned, name = self._pinned, self._name
         fetched = [var for var in bucket.takes if var in pinned]
-        freed = [v for v in fetched if self._last[v] == index and v not in self._unchanged]
+        freed = [v for v in fetched if self._last[name(v)] == index and v not in self._unchanged]
         back = [i for i in bucket.outs if self._is_pinned(i)]
         overwritten = [self._invars[i] for i in back]
-        freed += [var for var in overwritten if var not in self._last]  # nobody reads them
+        # Nobody reads these.
+        freed += [var for var in overwritten if name(var) not in self._last]
         yield Fetch(
             tuple(map(name, fetched)), PINNED,
             tuple(pinned[var].with_memory_kind(DEVICE) for var in fetched),
             nbytes=plan.nbytes_at_once, frees=frozenset(map(name, freed)),
         )  # fmt: skip
         gives = (*map(name, bucket.gives), *(self._new[i] for i in bucket.outs))
-        yield Run(
-            "a bucket of the update", tuple(map(name, bucket.takes)), gives, self._call(bucket)
-        )
+        call = called(bucket, functools.partial(self.compiled.of, bucket), waits=True)
+        yield Run("a bucket of the update", tuple(map(name, bucket.takes)), gives, call)
         if back:
             places = tuple(pinned[var] for var in overwritten)
             yield Send(tuple(self._new[i] for i in back), PINNED, places, copies=0)
-
-    def _call(self, bucket: Segment) -> DeviceCall:
-        def call(arrays: Sequence[Any], _: int | None) -> Any:
-            here = dict(zip(bucket.takes, arrays, strict=True))
-            made = bucket(here, self.compiled.of(bucket, here))
-            found = [*(here[var] for var in bucket.gives), *(made[i] for i in bucket.outs)]
-            # All results of a program are there when one is; no later bucket consumes what this one made.
-            return found, sorted(found, key=lambda x: x.size)[:1]
-
-        return call
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -167,28 +176,41 @@ class DeviceStep:
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs one step; the state is consumed."""
-        values = self._segments.values(state, arrays)
-        outs = self._gradients(values)
-        if self.buckets:
-            self._run_update(values, outs)
+        values, layered = self._segments.values(state, arrays), self._layered
+        place = {True: dict[Any, Any](), False: layered.here(values) if layered else {}}
+        for var, x in values.items():
+            place[var in self._pinned][self._name(var)] = x
+        values = {var: values[var] for var in self.grad.consumes}
+        run = Execution(self._program, here=place.pop(False), there=place.pop(True))
+        with layered.reading(run.there) if layered else NO_FILES as files:
+            run.run(self._gradients, files=files)
+        for var in self.grad.consumes if layered else ():  # Programs of parts donate no leaf.
+            free(values[var])
+        values.clear()  # No reference outlives a bucket that consumes it.
+        run.run(self._update)
+        outs = {
+            i: (run.there if self._is_pinned(i) else run.here)[value]
+            for i, value in self._new.items()
+        }
         return self._segments.in_order(outs, state)
 
-    def _run_update(self, values: Values, outs: dict[int, jax.Array]) -> None:
-        """Runs the buckets on values, which it takes over; adds their outputs."""
-        place = {True: dict[Any, Any](), False: dict[Any, Any]()}
-        for var in [*values]:  # No reference outlives a bucket that consumes it.
-            place[var in self._pinned][self._name(var)] = values.pop(var)
-        run = Execution(self._update, here=place.pop(False), there=place.pop(True))
-        run.run(self._plan.device_bytes)
-        for i, value in self._new.items():
-            outs[i] = (run.there if self._is_pinned(i) else run.here)[value]
 
-    def _gradients(self, values: Values) -> dict[int, jax.Array]:
-        """Adds gradients to the values; returns outputs."""
-        if self._layered is None:
-            return self.grad(values, self.grad.jitted)
-        given, outs = self._layered(values)
-        for var in self.grad.consumes:
-            free(values.pop(var))
-        values.update(zip(self.grad.gives, given, strict=True))
-        return dict(zip(self.grad.outs, outs, strict=True))
+def called(
+    segment: Segment, program: Callable[[Values], SegmentFn], waits: bool = False
+) -> DeviceCall:
+    """A segment on what it takes: what it gives, and its outputs.
+
+    Args:
+      segment: it.
+      program: what runs it on these values.
+      waits: whether it is over when the first of its results is there; else nobody waits for it.
+    """
+
+    def call(arrays: Sequence[Any], _: int | None) -> Any:
+        here = dict(zip(segment.takes, arrays, strict=True))
+        made = segment(here, program(here))
+        found = [*(here[var] for var in segment.gives), *(made[i] for i in segment.outs)]
+        # All results of a program are there when one is; no later bucket consumes what this one made.
+        return found, sorted(found, key=lambda x: x.size)[: int(waits)]
+
+    return call

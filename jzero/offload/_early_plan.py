@@ -55,10 +55,11 @@ class EarlyBucket:
     reads: tuple[Var, ...]
     assumption: Assumption | None = None
 
-    def arriving(self, known: Collection[Var]) -> list[Var]:
-        """What they read of forward and backward before they begin: all that is not known or assumed."""
+    @property
+    def begins_with(self) -> list[Var]:
+        """What they read when they begin: all that is not assumed."""
         assumed = self.assumption.numbers if self.assumption else ()
-        return [v for v in self.reads if v not in known and v not in assumed]
+        return [v for v in self.reads if v not in assumed]
 
 
 @dataclasses.dataclass(frozen=True)

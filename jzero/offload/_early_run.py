@@ -26,7 +26,6 @@ from jzero.offload.kernels._host_update import (
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.memory._storage import places
-from jzero.offload.schedule._ops import Update
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
 
@@ -51,7 +50,7 @@ class EarlyUpdates:
       keeping: the same of those that begin on an assumption: it hands out their old values.
       leaves: all that they renew, by index.
       padding: of each of these, which part of the shard of each of `devices` is padding.
-      plans, variables: of all leaves.
+      plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
       history: what numbers of assumptions were in the last steps.
@@ -65,7 +64,7 @@ class EarlyUpdates:
         threads: int | None, old_bytes: int = 0,
     ):  # fmt: skip
         self._planned, self.devices, self.old_bytes = planned, devices, old_bytes
-        self.plans, self.variables = planned.plan.leaves, planned.frame.jaxpr.invars
+        self.plans = planned.plan.leaves
         self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
         self.padding = {
             i: padding_of_leaf(self.plans[i], planned.mesh, devices) for i in self.leaves
@@ -103,7 +102,6 @@ class EarlyRun:
         self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int, waits: bool
     ):  # fmt: skip
         self._updates, self._state, self._num_steps = updates, state, num_steps
-        self._known: Mapping[Var, jax.Array] = {}
         self._waits = waits  # with everything for `finish`
         self._ready: list[Arrived] = []
         self._late: list[Arrived] = []  # what begins when all numbers are there
@@ -114,24 +112,19 @@ class EarlyRun:
         updates.old = {}
         self.made: dict[int, Any] = {}
 
-    def knows(self, known: Mapping[Var, jax.Array]) -> None:
-        """Before the first arrival: what is on its way to the host from the start."""
-        self._known = known
-
     def begin(
-        self, update: Update, at: int | None, arrays: Sequence[jax.Array]
-    ) -> dict[Var, jax.Array]:
-        """Begins an update, whose gradients have arrived; parameters that were taken by it.
+        self, bucket: EarlyBucket, at: int | None, arrays: Sequence[jax.Array]
+    ) -> dict[int, jax.Array]:
+        """Begins an update, of a slice at this place or of all; parameters that were taken by it, by index.
 
-        Later parts fetch these from there.
+        `arrays` are what it begins with. Later parts fetch the parameters from where they are then.
         """
-        bucket: EarlyBucket = update.begin
-        here = {**self._known} | dict(zip(bucket.arriving(self._known), arrays, strict=True))
+        here = dict(zip(bucket.begins_with, arrays, strict=True))
         self._ready.append(Arrived(bucket, at, here))
         return {} if self._waits else self._begin()
 
-    def _begin(self) -> dict[Var, jax.Array]:
-        taken: dict[Var, jax.Array] = {}
+    def _begin(self) -> dict[int, jax.Array]:
+        taken: dict[int, jax.Array] = {}
         while self._under_way and self._under_way[0].is_over:
             self._under_way.popleft().finish()  # Its gradients are freed.
         for arrived in self._ready:
@@ -160,7 +153,7 @@ class EarlyRun:
 
     def _start(
         self, arrived: Arrived, numbers: Numbers, old: Old | None = None
-    ) -> dict[Var, jax.Array]:
+    ) -> dict[int, jax.Array]:
         """Starts an update with these numbers; parameters that were taken by it."""
         (bucket, _, here), updates = arrived, self._updates
         taken = self._take([i for i in bucket.leaves if i not in self.made])
@@ -181,15 +174,15 @@ class EarlyRun:
             for k in range(len(self._updates.at))
         ]
 
-    def _take(self, indices: Sequence[int]) -> dict[Var, jax.Array]:
-        """Leaves that are updated from here on; parameters among them, by variable."""
+    def _take(self, indices: Sequence[int]) -> dict[int, jax.Array]:
+        """Leaves that are updated from here on; parameters among them."""
         updates = self._updates
         in_pinned = [i for i in indices if updates.plans[i].tier == PINNED]
         pinned = renewed(self._state, in_pinned, updates.plans)
         for i in indices:
             new = pinned[i] if i in pinned else self._state[i].renewed(None, self._num_steps)
             self.made[i], self._memory[i] = new, LeafMemory.of(new, updates.devices)
-        return {updates.variables[i]: x for i, x in pinned.items()}
+        return pinned
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
         """Begins what has waited, waits for all, and does again what has begun on a wrong assumption.

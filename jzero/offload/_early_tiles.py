@@ -9,7 +9,7 @@ memory, which are updated in their place, it keeps old values.
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
-from jzero.offload.schedule._ops import Update
 from jzero.segments._segment import Var
 from jzero.sharding.plan._leaves import LeafPlan
 
@@ -36,9 +35,9 @@ class EarlyTiles:
 
     Attributes:
       engine: updates them.
-      takes: of each early update, what it takes of what arrives.
+      takes: of each early update, what it takes.
+      arriving: of all that, the gradients.
       residents: leaves in pinned memory, by index; the engine's index of each.
-      variables: of all leaves.
       inputs: of what the hosts read, by which index the engine knows it.
       buckets: of each tile that may be updated early, those that it is of.
       history: what numbers of assumptions were in the last steps.
@@ -49,9 +48,9 @@ class EarlyTiles:
 
     def __init__(
         self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]],
-        residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
+        arriving: Collection[Var], residents: Mapping[int, int], old_bytes: int,
     ):  # fmt: skip
-        self.engine, self.takes, self.variables = engine, takes, variables
+        self.engine, self.takes, self.arriving = engine, takes, arriving
         self.residents = {i: k for k, i in residents.items()}
         self._old_bytes = old_bytes  # of one device's old values of these, at most
         self.inputs = {var: i for i, var in enumerate(host.reads)}
@@ -117,18 +116,13 @@ class TileRun:
         self.step: int | None = None
         self.arrived: dict[Part, list[Any]] = {}
 
-    def knows(self, known: Mapping[Var, jax.Array]) -> None:
-        """Before the first arrival: what is on its way to the host from the start."""
-        self._known = {**known}
-
     def begin(
-        self, update: Update, at: int | None, arrays: Sequence[jax.Array]
-    ) -> dict[Var, jax.Array]:
+        self, bucket: EarlyBucket, at: int | None, arrays: Sequence[jax.Array]
+    ) -> dict[int, jax.Array]:
         """Takes gradients that have arrived; parameters that were taken by it, as of `EarlyRun`."""
-        early, bucket = self._early, update.begin
-        parts: dict[Part, list[Any]] = {}
+        early, parts = self._early, dict[Part, list[Any]]()
         for var, x in zip(early.takes[bucket], arrays, strict=True):
-            if var.aval.shape:
+            if var in early.arriving:
                 part = Part(early.inputs[var], at if bucket.num_slices else None)
                 parts[part] = early.engine.part(x)
             else:
@@ -140,7 +134,7 @@ class TileRun:
         self._news.put(None)
         return taken
 
-    def _take(self, bucket: EarlyBucket) -> dict[Var, jax.Array]:
+    def _take(self, bucket: EarlyBucket) -> dict[int, jax.Array]:
         early, engine = self._early, self._early.engine
         mine = [i for i in bucket.leaves if i in early.residents and i not in self.made]
         taken = renewed(self._state, mine, self._plans)
@@ -149,7 +143,7 @@ class TileRun:
             place, shards = early.residents[i], LeafMemory.of(x, engine.devices).buffers
             self._memory[place] = shards
             engine.update.place(place, shards)
-        return {early.variables[i]: x for i, x in taken.items()}
+        return taken
 
     def _start(self) -> None:
         inputs, engine = self._early.inputs, self._early.engine

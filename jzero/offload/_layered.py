@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayeredSegment`: a segment whose parameters are stored on the hosts, run in parts that fit a device."""
+"""`LayeredSegment`: a segment whose parameters are stored on the hosts, in parts that fit a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
 from jzero.offload._file_reads import FileReads, FileRun, FileSource
 from jzero.offload._layer_programs import ArrayForm, LayerPrograms, Locals
-from jzero.offload._layer_schedule import CutSegment, LayerSchedule
-from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
+from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Output
+from jzero.offload.execute._executor import Section
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.schedule._ops import Op, Update, Value, Wanted
 from jzero.segments._planned import PlannedStep
@@ -38,11 +38,11 @@ WHO = _call.WHO
 # Where values wait on the host: the devices have of them what the part (or iteration) that runs has made or
 # read, and what the next two read.
 UNDER_WAY = 1
-_NO_FILES = contextlib.nullcontext(None)
+NO_FILES = contextlib.nullcontext(None)
 
 
 class LayeredSegment:
-    """A segment as a list of operations, part by part (`LayerSchedule`), and its runs.
+    """A segment as a list of operations, part by part (`LayerSchedule`).
 
     One part's leaves are fetched while the part before runs::
 
@@ -57,7 +57,10 @@ class LayeredSegment:
       host_bytes: the most bytes of this process's memory for what comes from files; 0 if nothing does.
     """
 
-    def __init__(self, planned: PlannedStep, segment: Segment, sent: Sequence[Var], window: Window):
+    def __init__(
+        self, planned: PlannedStep, segment: Segment, sent: Sequence[Var], window: Window,
+        names: Mapping[Var, Value],
+    ):  # fmt: skip
         """Cuts the segment.
 
         Args:
@@ -65,6 +68,7 @@ class LayeredSegment:
           segment: takes parameters that are stored on the hosts, as they are stored.
           sent: what it gives that goes to pinned memory.
           window: how much of these parameters is on its way, or on the devices.
+          names: by which names the step's leaves are known.
 
         Raises:
           OptionError: what one part needs of them is more.
@@ -105,7 +109,7 @@ class LayeredSegment:
         forms = {var: ArrayForm(x.spec, automatic=x.automatic) for var, x in plans.items()}
         self._cut = CutSegment(
             inner, parts, LayerPrograms(planned, inner, forms, parts), leaf_of,
-            {var: Value.of_leaf(leaf) for var, leaf in leaf_of.items()},
+            {var: names[taken[var]] for var in leaf_of},
             {var: Value.of_gradient(shard_of(aval)) for var, aval in avals.items()},
             {outvars[i]: segment.gives[i] for i in reversed(made)},
             out_shardings, _layer_parts.offloaded(parts), segment.gives, window.device_bytes,
@@ -184,25 +188,23 @@ class LayeredSegment:
         """
         self._cut.store, self._cut.copies, self._cut.updates = store, copies, updates
 
-    @property
+    @functools.cached_property
     def ops(self) -> tuple[Op, ...]:
-        return self._program.ops
+        return tuple(self._schedule.all())
 
-    def named(self, leaves: Mapping[Var, Any]) -> dict[Value, Any]:
-        """Leaves on the hosts, by the names that they have in the list."""
-        return {self._cut.leaves[v]: leaves[of] for v, of in self._taken.items() if of in leaves}
+    @property
+    def section(self) -> Section:
+        return Section(self.ops, self._cut.device_bytes, self._under_way)
 
     @functools.cached_property
     def _schedule(self) -> LayerSchedule:
         return LayerSchedule(self._cut)
 
-    @functools.cached_property
-    def _program(self) -> Executable:
-        made = self._schedule
-        ops, outs = tuple(made.all()), made.outputs
-        here = tuple(x.value for x in outs if x and not x.pinned)
-        there = tuple(x.value for x in outs if x and x.pinned)
-        return Executable(ops, Keys(here, there))
+    @property
+    def outputs(self) -> list[Output | None]:
+        """Where all is that it gives, and its outputs, when the list has run; None of what is handed over."""
+        assert self.ops
+        return self._schedule.outputs
 
     @property
     def gradients(self) -> dict[Var, Value]:
@@ -310,29 +312,19 @@ class LayeredSegment:
 
     # -- a run -----------------------------------------------------------------------------------------
 
-    def __call__(self, values: Values, arrivals: Arrivals = NOBODY) -> tuple[list[Any], list[Any]]:
-        """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
-        taken = {var: values[of] for var, of in self._taken.items()}
-        in_files = {self._cut.leaves[v]: x for v, x in taken.items() if isinstance(x, FileStorage)}
-        with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
-            outs, num = self._run(taken, files, arrivals), len(self._segment.gives)
-        return outs[:num], outs[num:]
+    def here(self, values: Values) -> dict[Value, Any]:
+        """What it begins with on the devices, by the names that it has in the list."""
+        made, leaves = self._schedule, self._cut.leaves
+        taken = {made.value(v): values[of] for v, of in self._taken.items() if v not in leaves}
+        return self._known | taken
 
-    def _run(
-        self, taken: Mapping[Var, Any], files: FileRun | None, arrivals: Arrivals
-    ) -> list[Any]:
-        program, made = self._program, self._schedule
-        here: dict[Any, Any] = dict(self._known)
-        here |= {made.value(v): x for v, x in taken.items() if v not in self._cut.leaves}
-        there: dict[Any, Any] = {
-            self._cut.leaves[v]: x for v, x in taken.items() if v in self._cut.leaves
-        }
-        run = Execution(program, here, there, files, arrivals)
-        run.run(self._cut.device_bytes, self._under_way)
-        return [
-            None if out is None else (run.there if out.pinned else run.here)[out.value]
-            for out in made.outputs
-        ]
+    def reading(
+        self, there: Mapping[Any, Any]
+    ) -> contextlib.AbstractContextManager[FileRun | None]:
+        """Reads of those leaves that are in files, while the list runs; None if there are none."""
+        leaves = {value: there[value] for value in self._cut.leaves.values()}
+        in_files = {value: x for value, x in leaves.items() if isinstance(x, FileStorage)}
+        return self._files.run(in_files) if self._files and in_files else NO_FILES
 
     @functools.cached_property
     def _known(self) -> dict[Value, Any]:

@@ -28,7 +28,7 @@ import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
 from jzero.offload._early_run import EarlyRun  # noqa: E402
 from jzero.offload._early_tiles import TileRun  # noqa: E402
-from jzero.offload._host_step import HostStep  # noqa: E402
+from jzero.offload._host_updates import HostUpdates  # noqa: E402
 from jzero.offload.execute._executor import Execution  # noqa: E402
 from jzero.offload.kernels._host_update import HostUpdate  # noqa: E402
 from jzero.offload.kernels._tiled_update import TiledUpdate  # noqa: E402
@@ -138,12 +138,12 @@ def measured(case: str, share: Any, log: Log, steps: int, folder: str) -> dict[s
     tx, scale = CASES[case]
     pinned = jzero.PinnedHost(device_bytes=2**18)
     if isinstance(share, str):
-        HostStep._old_share = 0.25
+        HostUpdates.old_share = 0.25
         files = jzero.NVMe(folder, host_bytes=2**20)
         params = dataclasses.replace(files, device_bytes=2**18) if share == "files" else pinned
         memory = jzero.Memory(params=params, optimizer=files)
     else:
-        HostStep._old_share = share
+        HostUpdates.old_share = share
         memory = jzero.Memory(params=pinned, optimizer=jzero.HostCPU())
     axes = jzero.Axes(min_shard_bytes=0)
     train_step = jzero.shard_train_step(

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 import jzero
 from experiments.shared import pictures, records, training
 from experiments.shared.devices import use_virtual_devices
-from jzero.offload import _host_step
+from jzero.offload import _memory_updates
 from jzero.offload.execute import _stream
 
 HERE = Path(__file__).parent
@@ -77,7 +77,7 @@ class Counter:
 
 def watch(counter: Counter) -> None:
     """Counts what HostCPU and PinnedHost copy from now on, where they copy it."""
-    engine, stream = _host_step.HostEngine, _stream.stream
+    engine, stream = _memory_updates.HostEngine, _stream.stream
 
     class Watched(engine):  # type: ignore[misc, valid-type]
         def prepare(self, state: Any, reads: Any) -> None:
@@ -112,7 +112,7 @@ def watch(counter: Counter) -> None:
             under_way,
         )
 
-    vars(_host_step)["HostEngine"], vars(_stream)["stream"] = Watched, watched_stream
+    vars(_memory_updates)["HostEngine"], vars(_stream)["stream"] = Watched, watched_stream
 
 
 def held(tree: Any) -> tuple[int, int]:

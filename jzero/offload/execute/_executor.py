@@ -9,10 +9,9 @@ copies.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jzero.offload.execute import _stream
 from jzero.offload.execute._stream import Visit, free
 from jzero.offload.schedule._liveness import NOTHING, Dead, dead_after
 from jzero.offload.schedule._ops import (
+    Commit,
     Fetch,
     Loop,
     Op,
@@ -48,21 +48,49 @@ class Keys(NamedTuple):
     there: tuple[Value, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrivals:
-    """Who is told of what has arrived on the host.
+class New(NamedTuple):
+    """What an update has made: in stores, and on its way to the devices."""
+
+    there: Mapping[Any, Any]
+    here: Mapping[Any, Any] = {}
+
+
+class HostSide:
+    """What the hosts do in one run of a list beside copies: they update, and write files. Here nothing."""
+
+    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
+        """Does what can fail of an update that stands by itself, and overwrites nothing.
+
+        What it takes is there; None of what has gone into files, or to an earlier update.
+        """
+
+    def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
+        """Makes an update; one of a bucket it only starts, in the iteration of this place."""
+        return New({})
+
+    def write(self, gradients: Sequence[Wanted], arrays: Sequence[Any]) -> None:
+        """Writes gradients, or slices of them, to files."""
+
+    def commit(self, commit: Commit) -> Mapping[Any, Any]:
+        """Has what was written count from now on; leaves in files."""
+        return {}
+
+
+NOBODY = HostSide()
+
+
+class Section(NamedTuple):
+    """Operations of a list that run together.
 
     Attributes:
-      begin: `(update, place of the iteration, what it takes)`: starts an update; returns leaves on the hosts
-        that from now on are other arrays.
-      write: `(gradients, arrays)`: writes gradients, or slices of them, to files.
+      ops: them.
+      device_bytes: the most bytes of what they fetch, on each device at a time.
+      under_way: as of `stream`.
     """
 
-    begin: Callable[[Update, int | None, Sequence[Any]], Mapping[Any, Any]] | None = None
-    write: Callable[[Sequence[Wanted], Sequence[Any]], None] | None = None
-
-
-NOBODY = Arrivals()
+    ops: tuple[Op, ...]
+    device_bytes: int = 0
+    under_way: int | None = None
 
 
 class _Group(NamedTuple):
@@ -70,7 +98,7 @@ class _Group(NamedTuple):
 
     fetches: tuple[Fetch, ...]
     run: Run | None
-    after: tuple[Send | Update, ...]
+    after: tuple[Send | Update | Commit, ...]
 
 
 class _OpAt(NamedTuple):
@@ -126,10 +154,11 @@ class Executable:
 
     Attributes:
       ops: the list.
+      keeps: what is read when it has run.
     """
 
     def __init__(self, ops: Sequence[Op], keeps: Keys):
-        self.ops = tuple(ops)
+        self.ops, self.keeps = tuple(ops), keeps
         self._dead = dead_after(ops, keeps.here, keeps.there)
         self._groups: dict[int, list[_Group | Loop]] = {}
         # By the group, and the iteration: names are looked up once, and not in each step.
@@ -168,12 +197,16 @@ class Executable:
             names.known([ref for op in ops for ref in self.dead(op).here]),
         )
 
-    def _moved(self, op: Fetch | Send | Update, names: _Names) -> _OpAt:
-        keys = names.known(op.takes if isinstance(op, Update) else op.refs)
+    def _moved(self, op: Fetch | Send | Update | Commit, names: _Names) -> _OpAt:
+        dead = names.known(self.dead(op).there)
+        match op:
+            case Commit():
+                return _OpAt(op, (), None, dead)
+            case Update(takes=takes):
+                return _OpAt(op, names.known(takes), names.place(), dead)
+        keys = names.known(op.refs)
         place = keys[0].at if keys and isinstance(keys[0], Wanted) else None
-        if isinstance(op, Update):
-            place = names.place()
-        return _OpAt(op, keys, place, names.known(self.dead(op).there))
+        return _OpAt(op, keys, place, dead)
 
 
 class _Names(NamedTuple):
@@ -203,7 +236,7 @@ class _Names(NamedTuple):
 
 
 def _grouped(ops: Sequence[Op]) -> Iterator[_Group | Loop]:
-    fetches, run, after = list[Fetch](), None, list[Send | Update]()
+    fetches, run, after = list[Fetch](), None, list[Send | Update | Commit]()
     for op in ops:
         begins = isinstance(op, Loop) or (isinstance(op, Fetch | Run) and (run or after))
         if begins and (fetches or run or after):
@@ -216,32 +249,44 @@ def _grouped(ops: Sequence[Op]) -> Iterator[_Group | Loop]:
                 fetches.append(op)
             case Run():
                 run = op
-            case Send() | Update():
+            case Send() | Update() | Commit():
                 after.append(op)
     if fetches or run or after:
         yield _Group(tuple(fetches), run, tuple(after))
 
 
 class Execution:
-    """One run of a list.
+    """One run of a list, section by section.
 
     Attributes:
       here: values on the devices.
-      there: values in pinned memory.
+      there: values in stores.
     """
 
     def __init__(
-        self, program: Executable, here: dict[HeldAs, Any], there: dict[HeldAs, Any], files: Any = None,
-        arrivals: Arrivals = NOBODY,
+        self, program: Executable, here: dict[HeldAs, Any], there: dict[HeldAs, Any],
+        host: HostSide = NOBODY,
     ):  # fmt: skip
-        self._program, self.here, self.there = program, here, there
-        self._files, self._arrivals = files, arrivals
+        self._program, self.here, self.there, self._host = program, here, there, host
+        self._files: Any = None
 
-    def run(self, device_bytes: int, under_way: int | None = None) -> None:
-        """Runs it, with `device_bytes` and `under_way` as of `stream`."""
-        visits = self._visits(self._program.ops)
-        coming = self._files.ahead(visits) if self._files else visits
-        _stream.stream(coming, device_bytes, under_way)
+    def run(self, section: Section, beside: Iterable[Visit | None] = (), files: Any = None) -> None:
+        """Runs a section of the list.
+
+        Args:
+          section: it.
+          beside: visits of another run, which begin first.
+          files: reads of files for what it fetches (`FileRun`), if it fetches any.
+        """
+        self._files = files
+        visits = itertools.chain(beside, self.visits(section.ops))
+        coming = files.ahead(visits) if files else visits
+        _stream.stream(coming, section.device_bytes, section.under_way)
+        self._files = None
+
+    def visits(self, ops: Sequence[Op]) -> Iterator[Visit | None]:
+        """What a section does, visit by visit, as `stream` makes them."""
+        return self._visits(ops)
 
     # -- visits ----------------------------------------------------------------------------------------
 
@@ -268,20 +313,20 @@ class Execution:
             for number in range(loop.length):
                 yield from self._visits(loop.body, loop, number)
             yield from self._visits(loop.last, loop, loop.length)
-            yield Visit(0, dict, functools.partial(self._left, loop), counts=False)
+            dead = self._program.dead(loop)
+            # Updates of the last iterations have yet to begin with what is on the host.
+            yield Visit(
+                0, dict, functools.partial(_left, self.here, dead.here),
+                functools.partial(_drop, self.there, dead.there), counts=False,
+            )  # fmt: skip
             return
         for number in itertools.count():
             yield None
             if not self._goes_on(loop, number):
-                self._left(loop, {})
+                _drop(self.here, self._program.dead(loop).here)
+                _drop(self.there, self._program.dead(loop).there)
                 return
             yield from self._visits(loop.body, loop, number)
-
-    def _left(self, loop: Loop, _: dict[HeldAs, Any]) -> list[Any]:
-        dead = self._program.dead(loop)
-        _drop(self.here, dead.here)
-        _drop(self.there, dead.there)
-        return []
 
     def _goes_on(self, loop: Loop, number: int) -> bool:
         run = loop.goes_on
@@ -333,7 +378,7 @@ class Execution:
             if not op.ahead or (op.by is None and any(key not in arrays for key in moved.keys)):
                 arrays.update(self._fetched(moved, arrays))
         self.here.update(arrays)
-        done: Sequence[Any] = self._run(visit) if visit.run else ()
+        done: Sequence[Any] = self._run(visit) if visit.run else self._begun(visit)
         copies = [x for m in visit.after if isinstance(m.op, Send) for x in self._send(m)]
         _drop(self.here, visit.dead)
         for moved in (*visit.fetches, *visit.rides):
@@ -360,6 +405,20 @@ class Execution:
                 self.there.update(zip(moved.stacks, new, strict=True))
         return done
 
+    def _begun(self, visit: _VisitAt) -> Sequence[Any]:
+        """Begins what stands by itself, and waits for no program; what is to be there before it is over."""
+        commits = False
+        for moved in visit.after:
+            if isinstance(moved.op, Update) and moved.op.bucket is None:
+                self._host.prepare(moved.op, self._of_host(moved))
+            commits = commits or isinstance(moved.op, Commit)
+        # The devices may have no room for it: then the old state is what there is.
+        return [self.here[x] for x in self._program.keeps.here] if commits else ()
+
+    def _of_host(self, moved: _OpAt) -> list[Any]:
+        """What an update takes; see `HostSide.prepare`."""
+        return [self.there.get(key) for key in moved.keys]
+
     def _taken(self, moved: _OpAt) -> list[Any]:
         """What a program takes for what rides in it."""
         stacks = [self.there[x] for x in moved.stacks if x in self.there]
@@ -383,18 +442,25 @@ class Execution:
         return list(copies)
 
     def _over(self, visit: _VisitAt) -> None:
-        """Tells of what is on the host now."""
-        begin, write = self._arrivals.begin, self._arrivals.write
+        """Has the host do what follows from what is there now."""
         for moved in visit.after:
             op = moved.op
-            if isinstance(op, Update):
-                takes = [self.there[key] for key in moved.keys]
-                if begin is not None:
-                    self.there.update(begin(op, moved.place, takes))
-                _drop(self.there, moved.dead)
-            elif op.store == NVME and write is not None:
-                from_here = self.there if op.places else self.here
-                write(moved.wanted, [from_here.pop(key) for key in moved.keys])
+            match op:
+                case Update():
+                    new = self._host.update(op, moved.place, self._of_host(moved))
+                    self.there.update(new.there)
+                    self.here.update(new.here)
+                    _drop(self.there, moved.dead)
+                case Commit():
+                    self.there.update(self._host.commit(op))
+                case Send(store=store) if store == NVME:
+                    from_here = self.there if op.places else self.here
+                    self._host.write(moved.wanted, [from_here.pop(key) for key in moved.keys])
+
+
+def _left(values: dict[HeldAs, Any], keys: Sequence[Any], _: Any) -> list[Any]:
+    _drop(values, keys)
+    return []
 
 
 def _drop(values: dict[HeldAs, Any], keys: Sequence[Any]) -> None:

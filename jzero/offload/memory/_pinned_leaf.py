@@ -99,7 +99,7 @@ def renewed(
     some devices when another has refused (test_views_of_pinned.py).
     """
     shards = {i: {x.device: x.data for x in state[i].addressable_shards} for i in indices}
-    try:  # See [Note: locks and comprehensions] in `_host_step.py`.
+    try:  # See [Note: locks and comprehensions] in `_host_updates.py`.
         for i in indices:
             _jaxpr.forget_views(state[i])
         new, viewed = _taken_by_each(shards)

@@ -160,6 +160,6 @@ def _there(op: Op) -> tuple[Sequence[Ref], Sequence[Ref]]:
         case Send(refs, by=by):
             # Of a stack that a program writes its slices into, all are there with the last one.
             return ((), ()) if by else ((), refs)
-        case Update(takes=takes):
-            return takes, ()
+        case Update(takes=takes, gives=gives):
+            return takes, gives
     return (), ()

@@ -41,9 +41,12 @@ def _mapped(ops: Sequence[Op], to: Map) -> Iterator[Op]:
             case Wait(value):
                 if (new := to(value)) is not None:
                     yield dataclasses.replace(op, value=new)
-            case Update(store, leaves, takes, gives, copies, delayed):
+            case Update(store, leaves, takes, gives, copies, delayed, rides=rides):
                 made = tuple(map(value_of, _refs(gives, to)))
-                yield Update(store, _refs(leaves, to), _refs(takes, to), made, copies, delayed)
+                back = tuple(x for x in _mapped(rides, to) if isinstance(x, Fetch))
+                yield Update(
+                    store, _refs(leaves, to), _refs(takes, to), made, copies, delayed, rides=back
+                )
             case Run(program, index=index, rides=rides):
                 riding = tuple(x for x in _mapped(rides, to) if isinstance(x, Fetch | Send))
                 yield Run(program, index=index, rides=riding)

@@ -185,7 +185,8 @@ class Update:
       gives: what it makes for the devices, in pinned memory.
       copies: how many of these are there at a time.
       delayed: it reads what the step before has sent.
-      begin: starts it, and returns before it is over; of one that begins while layers compute.
+      bucket: what it updates, of one that begins while layers compute, and returns before it is over.
+      rides: what it copies to the devices itself, of what it makes, as soon as it is there.
     """
 
     store: str
@@ -194,7 +195,8 @@ class Update:
     gives: tuple[Value, ...] = ()
     copies: int = 1
     delayed: bool = False
-    begin: Any = None
+    bucket: Any = None
+    rides: tuple[Fetch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,10 +243,10 @@ Op = Fetch | Run | Send | Wait | Update | Commit | Loop
 
 
 def with_riders(ops: Sequence[Op]) -> Iterator[Op]:
-    """The operations, and behind each program those that ride in it: their copies are there then."""
+    """The operations, and behind each those that ride in it: their copies are there then."""
     for op in ops:
         yield op
-        if isinstance(op, Run):
+        if isinstance(op, Run | Update):
             yield from op.rides
 
 

@@ -102,7 +102,7 @@ def _each(op: Op) -> Iterator[Op]:
 
 
 def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) -> Iterator[Row]:
-    moved = list[Ref]()
+    moved, riding = list[Ref](), list[Fetch]()
     for op in ops:
         match op:
             case Loop(body, length, where):
@@ -115,7 +115,9 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) 
                 yield from rows(rides, depth + 1, iterations)
             case Commit():
                 yield Row(name, "what was written")
-            case Update(leaves=refs) | Fetch(refs=refs) | Send(refs=refs):
+            case Update(leaves=refs, rides=rides):
+                moved, riding = [*moved, *refs], [*riding, *rides]
+            case Fetch(refs=refs) | Send(refs=refs):
                 moved += refs
             case Wait(value):
                 moved.append(value)
@@ -125,6 +127,7 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) 
         )
         slices = ", a slice of each" * any(isinstance(ref, Slice) for ref in moved)
         yield Row(name, _values([*map(value_of, moved)]) + slices, nbytes, link)
+    yield from rows(riding, depth + 1, iterations)
 
 
 def _kind(op: Op) -> tuple[str, str, str]:

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FileUpdates`: leaves in files are updated a tile at a time, read ahead and written behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jzero._errors import OptionError, StateError, first_of, message
+from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
+from jzero._policy import NVMe
+from jzero._quantities import readable_bytes
+from jzero.ir._rules import size_in_bytes
+from jzero.offload._early_plan import EarlyBucket
+from jzero.offload._early_tiles import EarlyTiles, TileRun
+from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
+from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
+from jzero.offload._host_bucket import HostBucket
+from jzero.offload._host_updates import Hosted, HostRun, HostUpdates, with_new
+from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.execute._executor import New
+from jzero.offload.kernels._host_update import IN_ITS_MIDDLE
+from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate
+from jzero.offload.kernels._writer import TYPES
+from jzero.offload.memory._file_storage import FileStorage
+from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
+from jzero.offload.memory._pinned_leaf import renewed
+from jzero.offload.nvme._aligned import pages
+from jzero.offload.nvme._files import TileAt
+from jzero.offload.nvme._job_threads import JobThreads
+from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.schedule._ops import Commit, Update, Value, Wanted
+from jzero.segments._segment import Var
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+class FileUpdates(HostUpdates):
+    """Tile by tile, of leaves in files; of parameters in pinned memory, in their place, beside the tiles.
+
+    Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
+    fails leaves the state as it was, unless files are written `in_place`, or parameters are stored in pinned
+    memory and are updated there.
+    """
+
+    store, consumes, assumes = NVME, False, True
+    buffers = BUFFERS
+
+    def __init__(self, step: Hosted, policy: NVMe):
+        """Plans them.
+
+        Raises:
+          OptionError: a leaf cannot be updated a tile at a time.
+        """
+        # The gradients that wait in files, and in how many slices each is made.
+        self._waiting: dict[Var, int] = {}
+        self._policy = policy
+        self._memory: list[np.ndarray] = []  # Gradients are written through it.
+        self._tiles: EarlyTiles | None = None
+        self.is_running = False  # A step whose tiles begin early, from its first layer on.
+        super().__init__(step)
+        # What a step leaves in files as it is.
+        self._frozen = [i for i in self.hosted if i not in step.host.leaves]
+        self._check_tiles()
+        if policy.gradients:
+            assert step.layered is not None, "refused where policies are made"
+            known = {*step.known, *self._renewed, *step.stays, *step.layered.literals}
+            self._waiting = step.layered.hand_over([v for v in self.in_tiles() if v not in known])
+            self.tell()
+
+    @property
+    def begins_early(self) -> bool:
+        """Where files have two versions; gradients that wait in files are read with their tiles."""
+        return not (self._policy.in_place or self._policy.gradients)
+
+    def _left(self, subgraphs: Sequence[int]) -> HostBucket:
+        return self.step.host  # Tiles that are updated already are left out.
+
+    @property
+    def _renewed(self) -> set[Var]:
+        """Of what the hosts read besides their leaves, what they renew."""
+        return {self.step.invars[i] for i in self.step.host.outs if i < len(self.step.leaves)}
+
+    def in_tiles(self) -> Collection[Var]:
+        found = self.step.host.traced.inputs_in_tiles(self._residents)
+        return [var for i, var in enumerate(self.step.host.reads) if i in found]
+
+    @functools.cached_property
+    def _residents(self) -> dict[int, int]:
+        """Those of the host's leaves that are in pinned memory, by their place among these; by index."""
+        leaves = self.step.leaves
+        return {k: i for k, i in enumerate(self.step.host.leaves) if leaves[i].tier == PINNED}
+
+    @property
+    def overwritten(self) -> Collection[int]:
+        """Parameters in pinned memory: files have both versions."""
+        return self._residents.values()
+
+    def _arriving(self, bucket: EarlyBucket) -> list[Var]:
+        """The gradients that an early update begins with."""
+        return [v for v in bucket.begins_with if v.aval.shape and v not in self.step.known]
+
+    def takes(self, bucket: EarlyBucket) -> list[Var]:
+        """Its gradients, and all that the first tile begins with: what is known, all buckets' numbers."""
+        every = [v for each in self.early.buckets for v in each.begins_with]
+        others = [v for v in every if not v.aval.shape]
+        return [*dict.fromkeys([*self._arriving(bucket), *others, *self.step.known])]
+
+    @property
+    def late_reads(self) -> list[Var]:
+        return self.step.host.reads
+
+    def goes_to(self, var: Var) -> str:
+        return NVME if var in self._waiting else PINNED
+
+    def _check_tiles(self) -> None:
+        host, leaves = self.step.host, self.step.leaves
+        if not (bad := host.traced.untiled(self._residents)):
+            return
+        self._check_dtypes()
+        params = any(leaves[i].is_streamed for i in self.hosted)
+        whole = (
+            "memory=jzero.Memory(params=jzero.PinnedHost(), optimizer=jzero.HostCPU())" if params
+            else "memory=jzero.HostCPU()")  # fmt: skip
+        # A part of one element is updated as a number.
+        single = any(x.size == 1 for x in host.traced.state)
+        small = "; or leave min_shard_bytes at its default: a shard has one element" * single
+        raise OptionError(message(
+            WHO, bad, "State in files is updated in ranges of elements, each by itself, of gradients "
+            "that have as many.", f"Use {whole}, which has whole leaves in memory{small}.", shown=6
+        ))  # fmt: skip
+
+    def _check_dtypes(self) -> None:
+        """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
+        traced = self.step.host.traced
+        named = zip(traced.names, traced.state, strict=False)  # Those of outputs follow.
+        found = {path: x.dtype.name for path, x in named if x.dtype.name not in TYPES}
+        if found:
+            raise OptionError(message(
+                WHO, f"memory=jzero.NVMe, and {len(found)} of {len(traced.state)} leaves that the hosts "
+                f"update are {' or '.join(sorted({*found.values()}))} ({first_of([*found])})",
+                f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
+                "Keep the state in one of these, as float32, or use memory=jzero.HostCPU(), where XLA "
+                "updates the others."))  # fmt: skip
+
+    # -- what is said of it ----------------------------------------------------------------------------
+
+    @property
+    def moved(self) -> Sequence[int]:
+        """Of the leaves that the hosts update, those in files: not parameters in pinned memory."""
+        return [i for i in self.hosted if i in self.step.host.leaves]
+
+    @functools.cached_property
+    def update(self) -> TiledUpdate:
+        """What the host does, compiled."""
+        host, policy, fetched = self.step.host, self._policy, self._fetched
+        arriving = {
+            v: max(bucket.num_slices, 1)
+            for bucket in self.early.buckets for v in self._arriving(bucket)
+        }  # fmt: skip
+        return TiledUpdate(
+            host.traced, tile_bytes=tile_bytes(policy), threads=policy.threads, resident=self._residents,
+            lone={k: fetched[i] for k, i in enumerate(host.leaves) if i in fetched},
+            gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
+            arriving={i: arriving[v] for i, v in enumerate(host.reads) if v in arriving},
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _fetched(self) -> dict[int, int]:
+        """Leaves that layers fetch from files, by index, and in how many slices."""
+        slices = self.step.layered.num_slices() if self.step.layered else {}
+        found = {self.step.invars.index(var): num for var, num in slices.items()}
+        return {i: num for i, num in found.items() if i in self.hosted}
+
+    @functools.cached_property
+    def spec(self) -> StoreSpec:
+        policy, host, leaves, update = self._policy, self.step.host, self.step.leaves, self.update
+        # What is in the files of leaves that no step changes.
+        slices = [self._fetched.get(i, 0) for i in self._frozen]
+        own = layout_to_read([leaves[i] for i in self._frozen], slices, tile_bytes(policy))
+        kept = TileLayout(update.frozen.tiles + own.tiles)
+        identity = identity_of([leaves[i] for i in self.hosted], host.mesh, host.shard_axes)
+        return StoreSpec(
+            Path(policy.path), policy.host_bytes, policy.in_place, policy.resume, update.layout, identity,
+            host.mesh, kept, update.gradients, sum(buffer_sizes(update.gradients, policy.host_bytes)),
+        )  # fmt: skip
+
+    def code_paths(self) -> str:
+        """How the host updates each leaf, and what that takes of disk and memory."""
+        policy, layered = self._policy, self.step.layered
+        nbytes = sum(self.step.leaves[i].nbytes_per_device for i in self.moved)
+        slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
+        most = layered.host_bytes if layered else 0
+        lines = [
+            "parameters come from there, read ahead of the part that fetches them, through "
+            f"{readable_bytes(most)} of each process's memory"
+        ] * bool(most)
+        lines += self._gradient_lines()
+        return "\n".join([
+            f"tile by tile, each of up to {readable_bytes(tile_bytes(policy))}: read ahead, updated, written "
+            f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
+            f"in {policy.path}: {readable_bytes((2 - policy.in_place) * nbytes)} for each device "
+            f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
+            *lines,
+            super().code_paths(),
+        ])  # fmt: skip
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients wait in files."""
+        return bool(self._waiting)
+
+    def _gradient_lines(self) -> list[str]:
+        if not self.gradients_wait:
+            return []
+        reads = zip(self.step.host.reads, self.step.host.traced.inputs, strict=False)
+        nbytes = sum(size_in_bytes(x) for var, x in reads if var in self._waiting)
+        where = (
+            "behind their tiles" if self._policy.in_place else "where their tiles will be written"
+        )
+        return [
+            f"gradients wait there, too, {where}: {readable_bytes(nbytes)} for each device, written as "
+            "layers end, and read with their tiles"
+        ]
+
+    def needs(self) -> tuple[HostNeed, ...]:
+        """Those of tiles, which the devices of a process share, and those that layers go through."""
+        mesh, layered = self.step.host.mesh, self.step.layered
+        num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
+        ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
+        arriving = PARTS * layered.arriving_bytes() if layered else 0
+        gradients = HostNeed("gradients on their way to files", PINNED, arriving)
+        return (ring, *super().needs(), gradients)
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def run(self, state: Sequence[Any], num_steps: int = 0) -> FileRun:
+        """See `HostUpdates`.
+
+        Raises:
+          StateError: it is called in the middle of a step, as by a signal's handler.
+        """
+        if self.is_running:
+            raise StateError(IN_ITS_MIDDLE)
+        return FileRun(self, state, self._store_of(state))
+
+    def _store_of(self, state: Sequence[Any]) -> NVMeStore:
+        leaves: list[FileStorage] = [state[i] for i in self.hosted]
+        stores = {id(leaf.store): leaf.store for leaf in leaves}
+        if len(stores) > 1:
+            raise StateError(message(
+                WHO, f"leaves in files come from {len(stores)} states",
+                "The files of a state go from step to step together.",
+                "Use the state that one step has returned, or shard all of it, as NumPy arrays."
+            ))  # fmt: skip
+        return next(iter(stores.values()))
+
+    def tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
+        """The tiles of a step that begin early; None if none ever do."""
+        if not self.early.buckets:
+            return None
+        if self._tiles is None:
+            takes = {bucket: self.takes(bucket) for bucket in self.early.buckets}
+            arriving = {v for bucket in self.early.buckets for v in self._arriving(bucket)}
+            self._tiles = EarlyTiles(
+                self.engine_of(state),
+                self.step.host,
+                takes,
+                arriving,
+                self._residents,
+                self.old_bytes,
+            )
+        return TileRun(self._tiles, store, state, self.step.leaves)
+
+    @contextlib.contextmanager
+    def writes(self, store: NVMeStore, state: Sequence[Any]) -> Iterator[GradientWrites]:
+        """Writes the gradients of a step that wait in files."""
+        # A signal's handler that runs a step meanwhile has buffers of its own.
+        buffers, self._memory = self._memory, []
+        sizes = buffer_sizes(self.update.gradients, self._policy.host_bytes)
+        buffers = buffers or [pages(size) for size in sizes]
+        devices = state[self.hosted[0]].placement.devices
+        with JobThreads(buffers) as threads:
+            writes = GradientWrites(store, self._gradient_names, devices, threads)
+            yield writes
+            writes.end()
+        self._memory = buffers
+
+    @functools.cached_property
+    def _gradient_names(self) -> dict[Value, str]:
+        assert self.step.layered is not None
+        names, gradients = self.update.gradient_names, self.step.layered.gradients
+        reads = enumerate(self.step.host.reads)
+        return {gradients[var]: names[i] for i, var in reads if i in names}
+
+    def engine_of(self, state: Sequence[Any]) -> TiledEngine:
+        engine = super().engine_of(state)
+        assert isinstance(engine, TiledEngine)
+        return engine
+
+    def _new_engine(self, devices: Sequence[jax.Device]) -> TiledEngine:
+        leaves = [self.step.leaves[i] for i in self.step.host.leaves]
+        return TiledEngine(self.step.host, leaves, devices, self.update)
+
+
+class FileRun(HostRun):
+    """One step's, of a state in these files."""
+
+    def __init__(self, updates: FileUpdates, state: Sequence[Any], store: NVMeStore):
+        self._updates, self._state, self._store = updates, state, store
+        self._tiles: TileRun | None = None
+        self._done: Collection[TileAt] = ()  # what these have written
+        self._step: int | None = None  # as which the others are written
+        self._writing = contextlib.ExitStack()
+        self._writes: GradientWrites | None = None
+
+    def __enter__(self) -> Self:
+        updates = self._updates
+        self._tiles = updates.tile_run(self._store, self._state)
+        if updates.gradients_wait:
+            self._writes = self._writing.enter_context(updates.writes(self._store, self._state))
+        updates.is_running = self._tiles is not None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self._updates.is_running = False
+        self._writing.__exit__(kind, error, trace)
+        if kind is None:
+            return
+        if self._tiles:
+            self._tiles.stop()
+        if self._tiles or self._step is not None:  # Else others may be writing these files.
+            self._store.files.abort()
+
+    def write(self, gradients: Sequence[Wanted], arrays: Sequence[Any]) -> None:
+        if self._writes is not None:
+            self._writes.write(gradients, arrays)
+
+    def end_gradients(self) -> None:
+        self._writing.close()
+
+    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
+        reads = dict(zip(self._updates.late_reads, takes, strict=True))
+        if self._tiles:
+            self._done = self._tiles.finish(reads)
+        self._updates.prepare(with_new(self._state, self._taken), reads)
+
+    @property
+    def _taken(self) -> Mapping[int, Any]:
+        """Parameters in pinned memory that early tiles have begun to update, by index."""
+        return self._tiles.made if self._tiles else {}
+
+    def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
+        """Has early tiles updated when what they need is there; or updates all others."""
+        updates, state, named = self._updates, self._state, self._updates.step.named
+        if update.bucket is not None:
+            begun = self._tiles.begin(update.bucket, place, takes) if self._tiles else {}
+            return New(named(begun))
+        hosted = {**self._taken}
+        # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
+        left = [i for i in updates.streamed if i not in hosted and i not in updates.hosted]
+        hosted |= renewed(state, left, updates.step.leaves)
+        updates.place(hosted)
+        return New(named(hosted), {updates.step.gives[i]: x for i, x in self._updated().items()})
+
+    def _updated(self) -> dict[int, jax.Array]:
+        """Updates the tiles that are left; what they make, on its way to the devices, by index."""
+        updates, run, made = self._updates, self._tiles, dict[int, jax.Array]()
+        begun = run.step if run else None
+        self._step = self._store.begin() if begun is None else begun
+        engine, arrived = updates.engine_of(self._state), run.arrived if run else NOTHING
+        for chunk in engine.run_tiles(self._store, arrived, self._done):
+            stored = updates.stored(self._state, chunk)
+            engine.sent(stored.values())
+            made |= stored
+        return made
+
+    def commit(self, commit: Commit) -> Mapping[Value, Any]:
+        assert self._step is not None
+        self._store.files.commit(self._step)
+        return self._updates.step.named({i: self._state[i].renewed() for i in self._updates.hosted})
