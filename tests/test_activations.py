@@ -388,7 +388,7 @@ def test_steps_of_many_kinds_beside_parameters(name):
 
 def layered(train_step):
     call = train_step._programs.bind((new_state(), *batches()[0]), {})
-    return train_step._programs.of(call).step._layered
+    return train_step._programs.of(call).step.layered
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import jzero
 import small
 import zoo
 from interrupting import Stop, failing
-from jzero.offload._early_tiles import TileRun
+from jzero.offload._file_run import FileRun
 from jzero.offload._file_updates import FileUpdates
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Execution
@@ -39,7 +39,7 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.steps: list[list[int]] = []
         self._num = 0
-        write, finish, commit = TileFiles.write, TileRun.finish, TileFiles.commit
+        write, finish, commit = TileFiles.write, FileRun.finish, TileFiles.commit
         lock = threading.Lock()
 
         def written(files: Any, at: Any, buffer: Any) -> None:
@@ -49,7 +49,7 @@ class Seen:
 
         def finished(run: Any, reads: Any) -> Any:
             found = finish(run, reads)
-            self.steps.append([run.step is not None, len(found), 0])
+            self.steps.append([run._step is not None, len(found), 0])
             return found
 
         def committed(files: Any, step: int) -> None:
@@ -59,7 +59,7 @@ class Seen:
             self._num = 0
 
         monkeypatch.setattr(TileFiles, "write", written)
-        monkeypatch.setattr(TileRun, "finish", finished)
+        monkeypatch.setattr(FileRun, "finish", finished)
         monkeypatch.setattr(TileFiles, "commit", committed)
 
     @property
@@ -191,7 +191,7 @@ FAULTS = {
     "an early tile is written": (TileFiles, "write", 3),
     "an early tile is updated": (TiledUpdate, "update_tile", 3),
     "early tiles begin": (TiledEngine, "prepare_early", 0),
-    "the last gradients are there": (TileRun, "finish", 0),
+    "the last gradients are there": (FileRun, "finish", 0),
     "the other tiles": (TiledEngine, "prepare", 0),
     "the commit": (TileFiles, "commit", 0),
 }
@@ -248,7 +248,7 @@ def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     other, state = (train_step.shard(new_state(True, LAYERS, tx), batch(0)) for _ in range(2))
     for i in range(2):
         state, _ = train_step(state, batch(i) * SMALL)
-    begin, errors = TileRun.begin, list[str]()
+    begin, errors = FileRun.begin, list[str]()
 
     def nested(run: Any, *args: Any) -> Any:
         found = begin(run, *args)
@@ -258,7 +258,7 @@ def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(TileRun, "begin", nested)
+        patch.setattr(FileRun, "begin", nested)
         state, _ = train_step(state, batch(2) * SMALL)
     assert errors
     assert all("in the middle of its own update" in text for text in errors)
@@ -273,7 +273,7 @@ def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPat
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i in range(2):
         state, _ = train_step(state, batch(i) * SMALL)
-    begin, errors = TileRun.begin, list[str]()
+    begin, errors = FileRun.begin, list[str]()
 
     def interrupted(run: Any, *args: Any) -> Any:
         found = begin(run, *args)
@@ -284,7 +284,7 @@ def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPat
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(TileRun, "begin", interrupted)
+        patch.setattr(FileRun, "begin", interrupted)
         found = zoo.to_host(train_step(state, batch(2) * SMALL))
     assert errors
     assert all("moves tiles through the same memory" in text for text in errors)

@@ -267,7 +267,7 @@ def test_slices_of_gradients_are_no_stack():
     """Each is freed when its slice is updated."""
     train_step, state = sharded(True, ADAM, {"data": 4})
     call = train_step._programs.bind((state, batch(0)), {})
-    parts = train_step._programs.of(call).step._layered.parts
+    parts = train_step._programs.of(call).step.layered.parts
     loops = [part for part in parts if isinstance(part, ScannedLayers)]
     assert [(loop.ys.count("hosted"), loop.ys.count("sent")) for loop in loops] == [(0, 0), (0, 3)]
 

@@ -33,7 +33,7 @@ FILES = (
     "_host_engine.py",
     "_host_update.py",
     "_loops.py",  # And _xla_loops.py.
-    "_early_run.py",
+    "_memory_run.py",
     "_pinned.py",
 )
 # Between these lines and the one before Python asks for no signals: the first is in a `finally`, and that of

@@ -178,7 +178,7 @@ def smallest(fn, params, num, *args):
 
 
 def parts_of(eval_step, *args):
-    return eval_step._programs.of(eval_step._programs.bind(args, {})).step._layered.parts
+    return eval_step._programs.of(eval_step._programs.bind(args, {})).step.layered.parts
 
 
 def nested_in(eval_step, *args):

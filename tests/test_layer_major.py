@@ -243,7 +243,7 @@ def test_large_gradients_leave_as_layers_end():
     state = {"params": params, "opt_state": jax.eval_shape(ADAM.init, params)}
     call = train_step._programs.bind((state, jnp.ones((4, width))), {})
     _, backward = (
-        part for part in train_step._programs.of(call).step._layered.parts
+        part for part in train_step._programs.of(call).step.layered.parts
         if isinstance(part, _layer_parts.ScannedLayers)
     )  # fmt: skip
     assert sorted(v.aval.shape for v in backward.made(_layer_parts.SENT)) == [
@@ -357,7 +357,7 @@ def test_gradients_of_a_tied_weight_do_not_wait_for_each_other():
     train_step = shard(tied, accumulate=4, layer_major=True)
     state = train_step.init(lambda: model.new_state(True, 4, ADAM))
     call = train_step._programs.bind((state, model.batch(0)), {})
-    parts = train_step._programs.of(call).step._layered.parts
+    parts = train_step._programs.of(call).step.layered.parts
     handed = {v.aval.shape for part in parts for v in part.reads}
     assert (model.WIDTH, model.WIDTH) in handed, "the sum over the last use's terms"
     assert (4, model.WIDTH, model.WIDTH) not in handed

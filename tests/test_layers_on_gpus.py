@@ -58,7 +58,7 @@ def layered():
 def cut():
     mesh, train_step, state, x = layered()
     call = train_step._programs.bind((state, x), {})
-    return mesh, train_step._programs.of(call).step._layered
+    return mesh, train_step._programs.of(call).step.layered
 
 
 def compiled(loop):

@@ -179,7 +179,7 @@ def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
     for device_bytes in (2**13, 2**20):
         train_step, state = check(scan, axes={"data": num}, accumulate=2, device_bytes=device_bytes)
         call = train_step._programs.bind((state, batch(0)), {})
-        layered = train_step._programs.of(call).step._layered
+        layered = train_step._programs.of(call).step.layered
         found.append(len([*_layer_parts.outer_loops(layered.parts)]))
         fetched = train_step.describe(state, batch(0)).to_dict()["transfers"][0]
         layers, head = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH), WIDTH * WIDTH
@@ -219,7 +219,7 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
         )
         state = {"w": jnp.copy(weights[0]), "frozen": [*map(jnp.copy, weights[1:])]}
         call = train_step._programs.bind((state, batch(0)), {})
-        parts = train_step._programs.of(call).step._layered.parts
+        parts = train_step._programs.of(call).step.layered.parts
         return train_step(state, batch(0)), len([*_layer_parts.outer_loops(parts)])
 
     if nested:
@@ -338,7 +338,7 @@ def test_what_waited_on_the_host_is_freed(monkeypatch):
 
 def loops_of(train_step, state, *batches):
     call = train_step._programs.bind((state, *batches), {})
-    parts = train_step._programs.of(call).step._layered.parts
+    parts = train_step._programs.of(call).step.layered.parts
     return [part for part in parts if isinstance(part, _layer_parts.ScannedLayers)]
 
 

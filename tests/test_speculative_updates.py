@@ -13,8 +13,8 @@ import jzero
 import zoo
 from host_updates import compiler  # noqa: F401
 from jzero.offload._assumptions import Assumption
-from jzero.offload._early_run import EarlyRun
 from jzero.offload._host_updates import HostUpdates
+from jzero.offload._memory_run import MemoryRun
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
 from test_early_updates import check_lost, early, failing_at, log, sharded, updates_of  # noqa: F401
@@ -73,7 +73,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.steps: list[list[int]] = []
-        start, finish, restore = HostUpdate.start, EarlyRun.finish, EarlyRun._restore
+        start, finish, restore = HostUpdate.start, MemoryRun.finish, MemoryRun._restore
         begun = 0
 
         def counted(*args):
@@ -92,8 +92,8 @@ class Seen:
             restore(*args)
 
         monkeypatch.setattr(HostUpdate, "start", counted)
-        monkeypatch.setattr(EarlyRun, "finish", finished)
-        monkeypatch.setattr(EarlyRun, "_restore", restored)
+        monkeypatch.setattr(MemoryRun, "finish", finished)
+        monkeypatch.setattr(MemoryRun, "_restore", restored)
 
     @property
     def begun(self):
@@ -328,7 +328,7 @@ def test_a_fault_leaves_no_half_new_state(fault, error, monkeypatch):
         state, _ = train_step(state, batch(i) * scale)
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
     with monkeypatch.context() as patch:
-        of, name = (EarlyRun, "_restore") if where == "restore" else (HostUpdate, "start")
+        of, name = (MemoryRun, "_restore") if where == "restore" else (HostUpdate, "start")
         patch.setattr(of, name, failing_call(number, getattr(of, name), error))
         with pytest.raises(error, match="planted"):
             train_step(state, batch(2) * LARGE)

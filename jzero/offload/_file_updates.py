@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,24 +19,21 @@ from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._early_plan import EarlyBucket
-from jzero.offload._early_tiles import EarlyTiles, TileRun
 from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
+from jzero.offload._file_run import EarlyTiles, FileRun
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_bucket import HostBucket
-from jzero.offload._host_updates import Hosted, HostRun, HostUpdates, with_new
+from jzero.offload._host_updates import Hosted, HostUpdates
 from jzero.offload._tiled_engine import TiledEngine
-from jzero.offload.execute._executor import New
 from jzero.offload.kernels._host_update import IN_ITS_MIDDLE
-from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate
+from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
-from jzero.offload.memory._pinned_leaf import renewed
 from jzero.offload.nvme._aligned import pages
-from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
-from jzero.offload.schedule._ops import Commit, Update, Value, Wanted
+from jzero.offload.schedule._ops import Value
 from jzero.segments._segment import Var
 from jzero.tracing import _call
 
@@ -55,7 +51,7 @@ class FileUpdates(HostUpdates):
     store, consumes, assumes = NVME, False, True
     buffers = BUFFERS
 
-    def __init__(self, step: Hosted, policy: NVMe):
+    def __init__(self, hosted: Hosted, policy: NVMe):
         """Plans them.
 
         Raises:
@@ -65,16 +61,17 @@ class FileUpdates(HostUpdates):
         self._waiting: dict[Var, int] = {}
         self._policy = policy
         self._memory: list[np.ndarray] = []  # Gradients are written through it.
-        self._tiles: EarlyTiles | None = None
+        self._early: EarlyTiles | None = None
         self.is_running = False  # A step whose tiles begin early, from its first layer on.
-        super().__init__(step)
+        super().__init__(hosted)
         # What a step leaves in files as it is.
-        self._frozen = [i for i in self.hosted if i not in step.host.leaves]
+        self._frozen = [i for i in self.hosted if i not in self.host.leaves]
         self._check_tiles()
         if policy.gradients:
-            assert step.layered is not None, "refused where policies are made"
-            known = {*step.known, *self._renewed, *step.stays, *step.layered.literals}
-            self._waiting = step.layered.hand_over([v for v in self.in_tiles() if v not in known])
+            layered = self.step.layered
+            assert layered is not None, "refused where policies are made"
+            known = {*self.known, *self._renewed, *self.stays, *layered.literals}
+            self._waiting = layered.hand_over([v for v in self.in_tiles() if v not in known])
             self.tell()
 
     @property
@@ -83,48 +80,53 @@ class FileUpdates(HostUpdates):
         return not (self._policy.in_place or self._policy.gradients)
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket:
-        return self.step.host  # Tiles that are updated already are left out.
+        return self.host  # Tiles that are updated already are left out.
 
     @property
     def _renewed(self) -> set[Var]:
         """Of what the hosts read besides their leaves, what they renew."""
-        return {self.step.invars[i] for i in self.step.host.outs if i < len(self.step.leaves)}
+        return {self.step.invars[i] for i in self.host.outs if i < len(self.step.leaves)}
 
     def in_tiles(self) -> Collection[Var]:
-        found = self.step.host.traced.inputs_in_tiles(self._residents)
-        return [var for i, var in enumerate(self.step.host.reads) if i in found]
+        found = self.host.traced.inputs_in_tiles(self.residents.values())
+        return [var for i, var in enumerate(self.host.reads) if i in found]
 
     @functools.cached_property
-    def _residents(self) -> dict[int, int]:
-        """Those of the host's leaves that are in pinned memory, by their place among these; by index."""
+    def residents(self) -> dict[int, int]:
+        """Those of the host's leaves that are in pinned memory, by index; their places among all of these."""
         leaves = self.step.leaves
-        return {k: i for k, i in enumerate(self.step.host.leaves) if leaves[i].tier == PINNED}
+        return {i: k for k, i in enumerate(self.host.leaves) if leaves[i].tier == PINNED}
 
     @property
     def overwritten(self) -> Collection[int]:
         """Parameters in pinned memory: files have both versions."""
-        return self._residents.values()
+        return self.residents
 
-    def _arriving(self, bucket: EarlyBucket) -> list[Var]:
+    @functools.cached_property
+    def inputs(self) -> dict[Var, int]:
+        """By which number the engine knows what the hosts read."""
+        return {var: i for i, var in enumerate(self.host.reads)}
+
+    def arriving(self, bucket: EarlyBucket) -> list[Var]:
         """The gradients that an early update begins with."""
-        return [v for v in bucket.begins_with if v.aval.shape and v not in self.step.known]
+        return [v for v in bucket.begins_with if v.aval.shape and v not in self.known]
 
     def takes(self, bucket: EarlyBucket) -> list[Var]:
         """Its gradients, and all that the first tile begins with: what is known, all buckets' numbers."""
         every = [v for each in self.early.buckets for v in each.begins_with]
         others = [v for v in every if not v.aval.shape]
-        return [*dict.fromkeys([*self._arriving(bucket), *others, *self.step.known])]
+        return [*dict.fromkeys([*self.arriving(bucket), *others, *self.known])]
 
     @property
     def late_reads(self) -> list[Var]:
-        return self.step.host.reads
+        return self.host.reads
 
     def goes_to(self, var: Var) -> str:
         return NVME if var in self._waiting else PINNED
 
     def _check_tiles(self) -> None:
-        host, leaves = self.step.host, self.step.leaves
-        if not (bad := host.traced.untiled(self._residents)):
+        host, leaves = self.host, self.step.leaves
+        if not (bad := host.traced.untiled(self.residents.values())):
             return
         self._check_dtypes()
         params = any(leaves[i].is_streamed for i in self.hosted)
@@ -141,7 +143,7 @@ class FileUpdates(HostUpdates):
 
     def _check_dtypes(self) -> None:
         """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
-        traced = self.step.host.traced
+        traced = self.host.traced
         named = zip(traced.names, traced.state, strict=False)  # Those of outputs follow.
         found = {path: x.dtype.name for path, x in named if x.dtype.name not in TYPES}
         if found:
@@ -157,18 +159,19 @@ class FileUpdates(HostUpdates):
     @property
     def moved(self) -> Sequence[int]:
         """Of the leaves that the hosts update, those in files: not parameters in pinned memory."""
-        return [i for i in self.hosted if i in self.step.host.leaves]
+        return [i for i in self.hosted if i in self.host.leaves]
 
     @functools.cached_property
     def update(self) -> TiledUpdate:
         """What the host does, compiled."""
-        host, policy, fetched = self.step.host, self._policy, self._fetched
+        host, policy, fetched = self.host, self._policy, self._fetched
         arriving = {
             v: max(bucket.num_slices, 1)
-            for bucket in self.early.buckets for v in self._arriving(bucket)
+            for bucket in self.early.buckets for v in self.arriving(bucket)
         }  # fmt: skip
         return TiledUpdate(
-            host.traced, tile_bytes=tile_bytes(policy), threads=policy.threads, resident=self._residents,
+            host.traced, tile_bytes=tile_bytes(policy), threads=policy.threads,
+            resident=self.residents.values(),
             lone={k: fetched[i] for k, i in enumerate(host.leaves) if i in fetched},
             gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
             arriving={i: arriving[v] for i, v in enumerate(host.reads) if v in arriving},
@@ -183,7 +186,7 @@ class FileUpdates(HostUpdates):
 
     @functools.cached_property
     def spec(self) -> StoreSpec:
-        policy, host, leaves, update = self._policy, self.step.host, self.step.leaves, self.update
+        policy, host, leaves, update = self._policy, self.host, self.step.leaves, self.update
         # What is in the files of leaves that no step changes.
         slices = [self._fetched.get(i, 0) for i in self._frozen]
         own = layout_to_read([leaves[i] for i in self._frozen], slices, tile_bytes(policy))
@@ -222,7 +225,7 @@ class FileUpdates(HostUpdates):
     def _gradient_lines(self) -> list[str]:
         if not self.gradients_wait:
             return []
-        reads = zip(self.step.host.reads, self.step.host.traced.inputs, strict=False)
+        reads = zip(self.host.reads, self.host.traced.inputs, strict=False)
         nbytes = sum(size_in_bytes(x) for var, x in reads if var in self._waiting)
         where = (
             "behind their tiles" if self._policy.in_place else "where their tiles will be written"
@@ -234,7 +237,7 @@ class FileUpdates(HostUpdates):
 
     def needs(self) -> tuple[HostNeed, ...]:
         """Those of tiles, which the devices of a process share, and those that layers go through."""
-        mesh, layered = self.step.host.mesh, self.step.layered
+        mesh, layered = self.host.mesh, self.step.layered
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
         arriving = PARTS * layered.arriving_bytes() if layered else 0
@@ -264,22 +267,10 @@ class FileUpdates(HostUpdates):
             ))  # fmt: skip
         return next(iter(stores.values()))
 
-    def tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
-        """The tiles of a step that begin early; None if none ever do."""
-        if not self.early.buckets:
-            return None
-        if self._tiles is None:
-            takes = {bucket: self.takes(bucket) for bucket in self.early.buckets}
-            arriving = {v for bucket in self.early.buckets for v in self._arriving(bucket)}
-            self._tiles = EarlyTiles(
-                self.engine_of(state),
-                self.step.host,
-                takes,
-                arriving,
-                self._residents,
-                self.old_bytes,
-            )
-        return TileRun(self._tiles, store, state, self.step.leaves)
+    def early_tiles(self, state: Sequence[Any]) -> EarlyTiles:
+        if self._early is None:
+            self._early = EarlyTiles(self, self.engine_of(state))
+        return self._early
 
     @contextlib.contextmanager
     def writes(self, store: NVMeStore, state: Sequence[Any]) -> Iterator[GradientWrites]:
@@ -299,7 +290,7 @@ class FileUpdates(HostUpdates):
     def _gradient_names(self) -> dict[Value, str]:
         assert self.step.layered is not None
         names, gradients = self.update.gradient_names, self.step.layered.gradients
-        reads = enumerate(self.step.host.reads)
+        reads = enumerate(self.host.reads)
         return {gradients[var]: names[i] for i, var in reads if i in names}
 
     def engine_of(self, state: Sequence[Any]) -> TiledEngine:
@@ -308,85 +299,5 @@ class FileUpdates(HostUpdates):
         return engine
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> TiledEngine:
-        leaves = [self.step.leaves[i] for i in self.step.host.leaves]
-        return TiledEngine(self.step.host, leaves, devices, self.update)
-
-
-class FileRun(HostRun):
-    """One step's, of a state in these files."""
-
-    def __init__(self, updates: FileUpdates, state: Sequence[Any], store: NVMeStore):
-        self._updates, self._state, self._store = updates, state, store
-        self._tiles: TileRun | None = None
-        self._done: Collection[TileAt] = ()  # what these have written
-        self._step: int | None = None  # as which the others are written
-        self._writing = contextlib.ExitStack()
-        self._writes: GradientWrites | None = None
-
-    def __enter__(self) -> Self:
-        updates = self._updates
-        self._tiles = updates.tile_run(self._store, self._state)
-        if updates.gradients_wait:
-            self._writes = self._writing.enter_context(updates.writes(self._store, self._state))
-        updates.is_running = self._tiles is not None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
-        self._updates.is_running = False
-        self._writing.__exit__(kind, error, trace)
-        if kind is None:
-            return
-        if self._tiles:
-            self._tiles.stop()
-        if self._tiles or self._step is not None:  # Else others may be writing these files.
-            self._store.files.abort()
-
-    def write(self, gradients: Sequence[Wanted], arrays: Sequence[Any]) -> None:
-        if self._writes is not None:
-            self._writes.write(gradients, arrays)
-
-    def end_gradients(self) -> None:
-        self._writing.close()
-
-    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
-        reads = dict(zip(self._updates.late_reads, takes, strict=True))
-        if self._tiles:
-            self._done = self._tiles.finish(reads)
-        self._updates.prepare(with_new(self._state, self._taken), reads)
-
-    @property
-    def _taken(self) -> Mapping[int, Any]:
-        """Parameters in pinned memory that early tiles have begun to update, by index."""
-        return self._tiles.made if self._tiles else {}
-
-    def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
-        """Has early tiles updated when what they need is there; or updates all others."""
-        updates, state, named = self._updates, self._state, self._updates.step.named
-        if update.bucket is not None:
-            begun = self._tiles.begin(update.bucket, place, takes) if self._tiles else {}
-            return New(named(begun))
-        hosted = {**self._taken}
-        # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-        left = [i for i in updates.streamed if i not in hosted and i not in updates.hosted]
-        hosted |= renewed(state, left, updates.step.leaves)
-        updates.place(hosted)
-        return New(named(hosted), {updates.step.gives[i]: x for i, x in self._updated().items()})
-
-    def _updated(self) -> dict[int, jax.Array]:
-        """Updates the tiles that are left; what they make, on its way to the devices, by index."""
-        updates, run, made = self._updates, self._tiles, dict[int, jax.Array]()
-        begun = run.step if run else None
-        self._step = self._store.begin() if begun is None else begun
-        engine, arrived = updates.engine_of(self._state), run.arrived if run else NOTHING
-        for chunk in engine.run_tiles(self._store, arrived, self._done):
-            stored = updates.stored(self._state, chunk)
-            engine.sent(stored.values())
-            made |= stored
-        return made
-
-    def commit(self, commit: Commit) -> Mapping[Value, Any]:
-        assert self._step is not None
-        self._store.files.commit(self._step)
-        return self._updates.step.named({i: self._state[i].renewed() for i in self._updates.hosted})
+        leaves = [self.step.leaves[i] for i in self.host.leaves]
+        return TiledEngine(self.host, leaves, devices, self.update)

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE, NVME, PINNED
-from jzero.offload._device_step import called
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_updates import (
     NO_LOCK,
@@ -22,7 +21,7 @@ from jzero.offload._host_updates import (
     HostUpdates,
     with_new,
 )
-from jzero.offload._layered import NO_FILES, LayeredSegment
+from jzero.offload._listed_step import ListedStep, called
 from jzero.offload.execute._executor import Executable, Execution, HostSide, Keys, New, Section
 from jzero.offload.schedule._ops import (
     Commit,
@@ -38,10 +37,8 @@ from jzero.offload.schedule._ops import (
 )
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
-from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Segment, SegmentFn, Values, Var, shard_of
-from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.plan._backend import Window, waits
 
 # [Note: how the host comes to update] Three other ways were rejected. State as JAX arrays in pinned memory:
@@ -82,7 +79,7 @@ class Sections(NamedTuple):
         return tuple(op for section in self for op in section.ops)
 
 
-class HostStep:
+class HostStep(ListedStep):
     """A step in two parts: gradients on the devices, their update on the host.
 
         gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
@@ -95,11 +92,7 @@ class HostStep:
     compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
     devices that have no room.
 
-    Attributes:
-      leaves: where the state is stored.
-      shardings: the same, for JAX.
-      grad: the forward-backward program.
-      buckets: of the optimizer program, each on the devices: what the host does, then what is stored on them.
+    Attributes, beside those of `ListedStep`:
       host: what the host does.
       updates: how it does that.
     """
@@ -116,86 +109,52 @@ class HostStep:
           window: how much of parameters that are stored away from the devices may be on them at a time.
           updates: how the hosts update.
         """
-        self.leaves, self.shardings, self._planned = planned.plan.leaves, shardings, planned
-        builder = Builder(planned, shardings)
-        self._segments = SegmentedStep(builder)
-        self.grad, self.buckets = self._segments.grad, self._segments.buckets
-        self.run, self.trace = self._segments.run, self._segments.trace
-        self.found = self._segments.found
-        self.host = HostBucket(builder, planned.plan.buckets[0].subgraphs)
+        super().__init__(planned, shardings)
+        self.host = HostBucket(self.builder, self.plan.buckets[0].subgraphs)
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
-        leaf_of, renewed, reads = self._segments.leaf_of, {*self.host.outs}, self.host.reads
-        self._entered = [var for var in reads if leaf_of.get(var) in renewed]
-        self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
+        renewed, reads = {*self.host.outs}, self.host.reads
+        self._entered = [var for var in reads if self.leaf_of.get(var) in renewed]
+        self._sent = [var for var in reads if self.leaf_of.get(var) not in renewed]
         self._known = [var for var in self._sent if var not in self.grad.gives]
-        self._stays = [
-            v for bucket in self.buckets[1:] for v in bucket.takes if v in self.grad.gives
-        ]
-        self._names = dict(
-            zip(self._segments.invars, map(Value.of_leaf, self.leaves), strict=False)
-        )
-        values = [*self._names.values()]
+        takes = (var for bucket in self.buckets[1:] for var in bucket.takes)
+        self._stays = [var for var in takes if var in self.grad.gives]
+        self.cut(window, {*self._sent}.__contains__)
         self._reads = self._named_reads()
-        self._layered: LayeredSegment | None = None
-        if any(leaf.is_streamed for leaf in self.leaves):
-            sent = [var for var in self._sent if var in self.grad.gives]
-            self._layered = LayeredSegment(planned, self.grad, sent, window, self._names)
-            self.grad = self._segments.grad = self._layered.as_segment()
-            self._reads |= self._layered.gradients
-        self._gives = self._named_gives()
-        self.updates = updates(
-            Hosted(
-                planned, builder, shardings, self.host, self._layered, values, self._reads, self._gives,
-                self._known, self._stays,
-            )
-        )  # fmt: skip
-        # Not donated: their old values are freed when the step cannot fail any more.
-        self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
-        self._renewed_here = {
-            *self._renewed,
-            *(i for bucket in self.buckets[1:] for i in bucket.outs),
-        }
+        outs = map(shard_of, self.host.out_avals())
+        self._gives = dict(
+            zip(self.host.outs, map(self._named_give, self.host.outs, outs), strict=True)
+        )
+        hosted = Hosted(self, self.host, self._reads, self._gives, self._known, self._stays)
+        self.updates = updates(hosted)
+        self._renewed_here = {i for part in (self.grad, *self.buckets[1:]) for i in part.outs}
 
     def _named_reads(self) -> dict[Var, Value]:
         """By which name that is known, as one device has it, which the hosts read besides their leaves."""
-        host, leaf_of, found = self.host, self._segments.leaf_of, dict[Var, Value]()
-        for var, shard in zip(host.reads, map(shard_of, host.read_avals()), strict=True):
-            role = self.leaves[leaf_of[var]].role if var in leaf_of else None
+        found = dict[Var, Value]()
+        for var, aval in zip(self.host.reads, self.host.read_avals(), strict=True):
+            role = self.leaves[self.leaf_of[var]].role if var in self.leaf_of else None
+            shard = shard_of(aval)
             found[var] = Value.of(role, shard) if role else Value.of_gradient(shard)
-        return found
+        return found | (self.layered.gradients if self.layered else {})
 
-    def _named_gives(self) -> dict[int, Value]:
-        host, num = self.host, len(self.leaves)
-        whats = [self.leaves[i].role if i < num else "output" for i in host.outs]
-        shards = map(shard_of, host.out_avals())
-        return dict(zip(host.outs, map(Value.of, whats, shards), strict=True))
+    def _named_give(self, out: int, shard: jax.ShapeDtypeStruct) -> Value:
+        return Value.of(self.leaves[out].role if out < len(self.leaves) else "output", shard)
 
     # -- the list --------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
-        return Schedule((*waits(self._segments.plan), *self._sections.ops), self.updates.needs())
+        return Schedule((*waits(self.plan), *self._sections.ops), self.updates.needs())
 
     @functools.cached_property
     def _program(self) -> Executable:
-        leaves = [*self.updates.hosted, *self.updates.streamed]
-        there = tuple(self._names[self._segments.invars[i]] for i in leaves)
+        there = self.named_leaves([*self.updates.hosted, *self.updates.streamed])
         return Executable(self._sections.ops, Keys(tuple(self._new.values()), there))
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
         """By which name each output is known that is on the devices."""
-        outvars, num = self._planned.frame.jaxpr.outvars, len(self.leaves)
-        indices = [*self.grad.outs, *(i for bucket in self.buckets[1:] for i in bucket.outs)]
-        found = {
-            i: Value.of_leaf(self.leaves[i]) if i < num else Value.of("output", outvars[i].aval)
-            for i in indices
-        }
-        if self._layered is not None:
-            outputs = self._layered.outputs[len(self.grad.gives) :]
-            pairs = zip(self.grad.outs, outputs, strict=True)
-            found |= {i: output.value for i, output in pairs if output}
-        return found | self._gives
+        return self.named_outs(self.buckets[1:]) | self._gives
 
     @functools.cached_property
     def _sections(self) -> Sections:
@@ -207,19 +166,16 @@ class HostStep:
 
     def _entering(self) -> Iterator[Op]:
         if self._entered:
-            leaves = [self._names[var] for var in self._entered]
-            yield from self._sending(self._entered, leaves, copies=1)
+            yield from self._sending(self._entered, copies=1)
 
-    def _sending(
-        self, variables: Sequence[Var], takes: Sequence[Value], copies: int
-    ) -> Iterator[Op]:
+    def _sending(self, variables: Sequence[Var], copies: int) -> Iterator[Op]:
         """Leaves and arguments on their way to the host, as shards."""
-        enter = _conversions.entering(self._planned, variables)
+        enter = _conversions.entering(self.planned, variables)
         run = _to_host(
             lambda leaves: leaves if enter is None else enter(leaves), self._places(variables)
         )
         made = tuple(self._reads[var] for var in variables)
-        yield Run("", tuple(takes), made, of_list(run))
+        yield Run("", tuple(map(self.name, variables)), made, of_list(run))
         yield _sent(made, PINNED, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
@@ -227,34 +183,28 @@ class HostStep:
         avals = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         return [avals[var].sharding for var in variables]
 
-    def _name(self, var: Var) -> Value:
-        """Of what is on the devices."""
-        if var not in self._names:
-            self._names[var] = Value.of_gradient(var.aval)
-        return self._names[var]
-
     def _gradients(self) -> Section:
         # What a delayed update reads is there beside the next step's; but not leaves as they are then.
         copies, grad = self.updates.num_sets, self.grad
-        if self._layered is not None:
+        if self.layered is not None:
             known = list[Op]()
             if self._known:
-                known += self._sending(self._known, [*map(self._name, self._known)], copies)
-            section = self._layered.section
+                known += self._sending(self._known, copies)
+            section = self.layered.section
             return section._replace(ops=(*known, *section.ops))
         sent = tuple(self._reads[var] for var in self._sent)
         gives = (
             *sent,
-            *map(self._name, self._stays),
+            *map(self.name, self._stays),
             *(self._new[i] for i in grad.outs),
         )
-        run = Run("gradients", tuple(map(self._name, grad.takes)), gives, of_list(self._whole()))
+        run = Run("gradients", tuple(map(self.name, grad.takes)), gives, of_list(self._whole()))
         return Section((run, _sent(sent, PINNED, copies)))
 
     def _whole(self) -> Callable[[list[Any]], list[Any]]:
         """Forward and backward as one program: what goes to the host, what stays, and outputs."""
-        kept = Builder(self._planned, self.shardings).kept(self.grad.outs)
-        enter = _conversions.entering(self._planned, self._known)
+        kept = self.builder.kept(self.grad.outs)
+        enter = _conversions.entering(self.planned, self._known)
         num = len(self.grad.consumes)
 
         def grad_part(consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
@@ -278,35 +228,29 @@ class HostStep:
     @functools.cached_property
     def _update(self) -> Update:
         updates, gone = self.updates, {i for x in self.updates.early.buckets for i in x.leaves}
-        leaves = [self._names[self._segments.invars[i]] for i in updates.moved if i not in gone]
+        leaves = self.named_leaves(i for i in updates.moved if i not in gone)
         gives = tuple(self._gives.values())
         back = (Fetch(gives, PINNED),) if gives else ()
         return Update(
-            updates.store, tuple(leaves), tuple(map(self._arrived, updates.late_reads)), gives,
+            updates.store, leaves, tuple(map(self._arrived, updates.late_reads)), gives,
             updates.num_sets, updates.delay_after is not None, rides=back,
         )  # fmt: skip
 
     def _arrived(self, var: Var) -> Value:
         """What of the hosts' reads is in pinned memory: of parts that give one value twice, the first."""
-        if self._layered is not None and var in self.grad.gives:
-            output = self._layered.outputs[self.grad.gives.index(var)]
-            return output.value if output else self._reads[var]
-        return self._reads[var]
+        return self.name(var) if self.given(var) else self._reads[var]
 
     def _on_devices(self) -> Iterator[Op]:
-        if self._layered is not None:
-            for var in self._stays:
-                output = self._layered.outputs[self.grad.gives.index(var)]
-                assert output is not None, "what devices read stays there"
-                self._names[var] = output.value
-                if output.pinned:
-                    place = self.grad.types[var].aval(self._planned.mesh).sharding
-                    yield Fetch((output.value,), PINNED, (place.with_memory_kind(DEVICE),))
+        pinned = [v for v in self._stays if (output := self.given(v)) and output.pinned]
+        if pinned:
+            places = [self.grad.types[v].aval(self.planned.mesh).sharding for v in pinned]
+            here = tuple(place.with_memory_kind(DEVICE) for place in places)
+            yield Fetch(tuple(map(self.name, pinned)), PINNED, here)
         for bucket in self.buckets[1:]:
-            gives = (*map(self._name, bucket.gives), *(self._new[i] for i in bucket.outs))
+            gives = (*map(self.name, bucket.gives), *(self._new[i] for i in bucket.outs))
             call = called(bucket, self._bucket_program(bucket))
             name = "the update of what is stored on the devices"
-            yield Run(name, tuple(map(self._name, bucket.takes)), gives, call)
+            yield Run(name, tuple(map(self.name, bucket.takes)), gives, call)
 
     def _bucket_program(self, bucket: Segment) -> Callable[[Values], SegmentFn]:
         run = bucket.jitted if self.updates.consumes else jax.jit(bucket.run)
@@ -324,11 +268,11 @@ class HostStep:
         def on_devices(state: Sequence[Any], arrays: Sequence[Any]) -> Any:
             # Until the first backward pass is over no update begins, and all gradients stay.
             host = _Kept()
-            run = self._execution(state, arrays, host)
+            run = self.execution(self._program, state, arrays, host)
             run.run(self._sections.gradients)
             sent = [run.there.get(self._arrived(var)) for var in self._sent]
             run.run(self._sections.on_devices)
-            return sent, host.arrays, *self._segments.in_order(self._made(run), state)
+            return sent, host.arrays, *self.in_order(self._made(run), state)
 
         return jax.make_jaxpr(on_devices)(state, arrays)
 
@@ -346,14 +290,17 @@ class HostStep:
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
-        pending, num_steps = self.updates.history(state)
+        pending, num_steps = self.updates.pending(state)
         after = self.updates.delay_after
         delays = after is not None and num_steps >= after
         # Another step's gradients may be of leaves that the devices renew in this one.
         if pending and not (delays and self._renewed_here.isdisjoint(pending.step.host.outs)):
             state, pending = pending.step.flush(state), None
         with self.updates.run(state, num_steps + 1) as host:
-            run = self._execution(state, arrays, host)
+            run = self.execution(self._program, state, arrays, host)
+            if self.layered:
+                numbers = self.layered.numbers
+                run.there |= {self._reads[var]: x for var, x in numbers.items()}
             if pending:
                 job = pending.step.job_of(pending, state, num_steps + 1)
             else:
@@ -362,7 +309,7 @@ class HostStep:
         for i in self._new:
             if i in made and i < len(state):
                 state[i].delete()
-        return self._segments.in_order(made, state)
+        return self.in_order(made, state)
 
     def _run(
         self, state: Sequence[Any], run: Execution, host: HostRun, job: _Job | None, delays: bool
@@ -371,8 +318,7 @@ class HostStep:
         sections = self._sections
         if job:  # First in line: the host may already wait for it.
             job.run.run(job.step._sections.entering)
-        with self._layered.reading(run.there) if self._layered else NO_FILES as files:
-            run.run(sections.gradients, files=files)
+        self.run_gradients(run, sections.gradients)
         host.end_gradients()
         if delays:
             (job.host if job else host).pending = self._pending(run)
@@ -386,20 +332,6 @@ class HostStep:
             run.run(sections.commit)
             return self._made(run) | (job.step.made(job.run) if job else host.take())
 
-    def _execution(self, state: Sequence[Any], arrays: Sequence[Any], host: HostSide) -> Execution:
-        values, layered = self._segments.values(state, arrays), self._layered
-        here: dict[Any, Any] = layered.here(values) if layered else {}
-        there = dict[Any, Any]()
-        for var, x in values.items():
-            (there if self._is_away(var) else here)[self._name(var)] = x
-        if layered and isinstance(host, HostRun):
-            there |= {self._reads[var]: x for var, x in layered.numbers.items()}
-        return Execution(self._program, here, there, host)
-
-    def _is_away(self, var: Var) -> bool:
-        i = self._segments.leaf_of.get(var)
-        return i is not None and self.leaves[i].tier != DEVICE
-
     def _made(self, run: Execution) -> dict[int, Any]:
         """What the devices have made, or have been sent, by index."""
         return {i: run.here[x] for i, x in self._new.items() if x in run.here}
@@ -407,7 +339,7 @@ class HostStep:
     def made(self, run: Execution) -> dict[int, Any]:
         """What the hosts have made, by index: their leaves, and what has been sent to the devices."""
         away = [*self.updates.hosted, *self.updates.streamed]
-        leaves = {i: run.there[self._names[self._segments.invars[i]]] for i in away}
+        leaves = dict(zip(away, map(run.there.__getitem__, self.named_leaves(away)), strict=True))
         return leaves | {i: run.here[x] for i, x in self._gives.items()}
 
     def wait(self, run: Execution, state: Sequence[Any]) -> None:
@@ -425,13 +357,14 @@ class HostStep:
     def job_of(self, pending: Pending, state: Sequence[Any], num_steps: int) -> _Job:
         """What is pending, of this step, to be run on a state that will have so many steps behind it."""
         host = self.updates.run(state, num_steps)
-        leaves: dict[Any, Any] = dict(zip(self._names.values(), state, strict=False))
+        names = self.named_leaves(range(len(self.leaves)))
+        leaves: dict[Any, Any] = dict(zip(names, state, strict=True))
         run = Execution(self._program, leaves, {**leaves, **pending.reads}, host)
         return _Job(self, run, host)
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""
-        pending, num_steps = self.updates.history(state)
+        pending, num_steps = self.updates.pending(state)
         assert pending is not None
         job = self.job_of(pending, state, num_steps)
         job.run.run(self._sections.entering)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
-from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
@@ -20,15 +18,13 @@ from jzero.offload._early_plan import EarlyBucket, EarlyPlan, plan_early
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._layered import LayeredSegment
+from jzero.offload._listed_step import ListedStep
 from jzero.offload.execute._executor import HostSide
 from jzero.offload.kernels._code_paths import code_paths_text
 from jzero.offload.memory._pinned_leaf import LeafMemory
 from jzero.offload.schedule._ops import Ref, Slice, Update, Value
 from jzero.segments import _conversions
-from jzero.segments._builder import Builder
-from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
-from jzero.sharding.plan._leaves import LeafPlan
 
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
@@ -38,45 +34,24 @@ UPDATING = threading.RLock()
 NO_LOCK = contextlib.nullcontext()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Hosted:
-    """A step of whose update the hosts' processors make a part.
+class Hosted(NamedTuple):
+    """What the hosts' processors make of a step, and by which names they know it.
 
     Attributes:
-      planned: the step.
-      builder: of its programs.
-      shardings: where its leaves are stored, for JAX.
-      host: what the hosts make.
-      layered: forward and backward part by part; None if one program has both.
-      values: by which name each leaf is known.
-      reads: by which name that is known, of one device, which the hosts read besides their leaves.
+      step: the step.
+      host: what they make.
+      reads: by which name each is known, of one device, that they read besides their leaves.
       gives: the same of what they make for the devices, by index among the outputs of the step.
       known: of what they read, all that is there before gradients are.
       stays: gradients that devices read, too.
     """
 
-    planned: PlannedStep
-    builder: Builder
-    shardings: Sequence[NamedSharding]
+    step: ListedStep
     host: HostBucket
-    layered: LayeredSegment | None
-    values: Sequence[Value]
     reads: Mapping[Var, Value]
     gives: Mapping[int, Value]
     known: Collection[Var]
     stays: Collection[Var]
-
-    @property
-    def leaves(self) -> Sequence[LeafPlan]:
-        return self.planned.plan.leaves
-
-    @property
-    def invars(self) -> Sequence[Var]:
-        return self.planned.frame.jaxpr.invars
-
-    def named(self, leaves: Mapping[int, Any]) -> dict[Value, Any]:
-        """Leaves by their names; `leaves` has them by index."""
-        return {self.values[i]: x for i, x in leaves.items()}
 
 
 class HostRun(HostSide):
@@ -110,6 +85,7 @@ class HostUpdates(abc.ABC):
     Attributes:
       hosted: indices of the leaves that are stored where they update.
       streamed: of parameters that are stored away from the devices.
+      step, host, reads, gives, known, stays: as of `Hosted`.
       early: what they begin while layers compute.
       late: what they begin with all gradients; None if nothing is left.
       buffers: what is locked besides `UPDATING` while they update.
@@ -124,18 +100,19 @@ class HostUpdates(abc.ABC):
     delay_after: int | None = None
     buffers: contextlib.AbstractContextManager[Any] = NO_LOCK
 
-    def __init__(self, step: Hosted):
-        self.step, leaves = step, step.leaves
+    def __init__(self, hosted: Hosted):
+        self.step, self.host, self.reads, self.gives, self.known, self.stays = hosted
+        step, leaves = self.step, self.step.leaves
         self.hosted = [i for i, leaf in enumerate(leaves) if leaf.tier == self.store]
         self.streamed = [i for i, leaf in enumerate(leaves) if leaf.is_streamed]
         self.early = EarlyPlan((), {})
-        self.late: HostBucket | None = step.host
+        self.late: HostBucket | None = self.host
         self._engine: HostEngine | None = None
         self._leaving: dict[tuple[int, ...], Any] = {}
         if step.layered is not None:
             if self.begins_early:
                 self.early = self._planned_early(step.layered)
-                self.late = self._left([*self.early.late]) if self.early.buckets else step.host
+                self.late = self._left([*self.early.late]) if self.early.buckets else self.host
             step.layered.send_slices(self.early.slices)
             self.tell()
 
@@ -160,10 +137,10 @@ class HostUpdates(abc.ABC):
         """What is updated with all gradients, if these subgraphs wait for them, by index."""
 
     def _planned_early(self, layered: LayeredSegment) -> EarlyPlan:
-        step, known = self.step, [*self.step.known, *layered.literals]
-        subgraphs = step.planned.plan.buckets[0].subgraphs
+        planned, known = self.step.planned, [*self.known, *layered.literals]
+        subgraphs = planned.plan.buckets[0].subgraphs
         return plan_early(
-            step.planned, layered, subgraphs, known, step.stays, self.assumes, self.in_tiles()
+            planned, layered, subgraphs, known, self.stays, self.assumes, self.in_tiles()
         )
 
     def tell(self) -> None:
@@ -173,15 +150,15 @@ class HostUpdates(abc.ABC):
         gradients, moved = step.layered.gradients, frozenset(self.moved)
         for bucket in self.early.buckets:
             sliced = bucket.num_slices > 0
-            leaves = [step.values[i] for i in bucket.leaves if i in moved]
+            leaves = step.named_leaves(i for i in bucket.leaves if i in moved)
             takes: list[Ref] = [
-                Slice(step.reads[v])
+                Slice(self.reads[v])
                 if sliced and v.aval.shape and v in gradients
-                else step.reads[v]
+                else self.reads[v]
                 for v in self.takes(bucket)
             ]
-            refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
-            update = Update(self.store, tuple(refs), tuple(takes), bucket=bucket)
+            refs = tuple(map(Slice, leaves)) if sliced else leaves
+            update = Update(self.store, refs, tuple(takes), bucket=bucket)
             begins.setdefault(bucket.part, []).append((update, sliced))
         step.layered.tell(self.goes_to, self.num_sets, begins)
 
@@ -203,12 +180,12 @@ class HostUpdates(abc.ABC):
     @property
     def moved(self) -> Sequence[int]:
         """The leaves that are updated where optimizer state is stored, by index."""
-        return self.step.host.leaves
+        return self.host.leaves
 
     @property
     def overwritten(self) -> Collection[int]:
         """The leaves that the hosts renew in their place, by index."""
-        return self.step.host.leaves
+        return self.host.leaves
 
     @property
     def late_reads(self) -> list[Var]:
@@ -221,7 +198,7 @@ class HostUpdates(abc.ABC):
     def old_bytes(self) -> int:
         """Of one device's old values, the most that are kept in a step."""
         leaves = self.step.leaves
-        renewed = sum(leaves[i].nbytes_per_device for i in self.step.host.leaves)
+        renewed = sum(leaves[i].nbytes_per_device for i in self.host.leaves)
         kept = self.early.assumed.intersection(self.overwritten)
         return min(int(self.old_share * renewed), sum(leaves[i].nbytes_per_device for i in kept))
 
@@ -239,11 +216,19 @@ class HostUpdates(abc.ABC):
             early.append(
                 f"of what is undone, old values: {readable_bytes(self.old_bytes)} for each device at most"
             )
-        return "\n".join([code_paths_text(self.step.host.traced.code_paths), *early])
+        return "\n".join([code_paths_text(self.host.traced.code_paths), *early])
+
+    def named(self, leaves: Mapping[int, Any]) -> dict[Value, Any]:
+        """Leaves by their names; `leaves` has them by index."""
+        return dict(zip(self.step.named_leaves(leaves), leaves.values(), strict=True))
+
+    def sent(self, made: Mapping[int, Any]) -> dict[Value, Any]:
+        """What is on its way to the devices, by its names; `made` has it by index."""
+        return {self.gives[i]: x for i, x in made.items()}
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def history(self, state: Sequence[Any]) -> tuple[Any, int]:
+    def pending(self, state: Sequence[Any]) -> tuple[Any, int]:
         """What is `Pending`, and how many steps the state has behind it since it was placed."""
         return None, 0
 
@@ -264,8 +249,7 @@ class HostUpdates(abc.ABC):
 
     def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
         """The programs that bring what chunks make into the form in which it is stored, if it has another."""
-        host, step = self.step.host, self.step
-        sent = dict(zip(host.outs, host.out_avals(), strict=True))
+        step, sent = self.step, dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
             if (leave := _conversions.leaving(step.planned, outs)) is not None:

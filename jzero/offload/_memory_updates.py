@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
 
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST
-from jzero.offload._early_run import EarlyRun, EarlyUpdates
+from jzero.offload._assumptions import History
+from jzero.offload._early_plan import EarlyBucket, as_function, avals_of
 from jzero.offload._host_bucket import HostBucket
-from jzero.offload._host_engine import HostEngine
-from jzero.offload._host_updates import Hosted, HostRun, HostUpdates
-from jzero.offload.execute._executor import New
-from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory._pinned_leaf import renewed
-from jzero.offload.schedule._ops import Update
+from jzero.offload._host_engine import HostEngine, padding_of_leaf
+from jzero.offload._host_updates import Hosted, HostUpdates
+from jzero.offload._memory_run import MemoryRun, Old
+from jzero.offload.kernels._host_update import HostUpdate, default_threads, helping_threads
+from jzero.offload.memory._storage import places
+from jzero.offload.nvme._job_threads import JobThreads
 from jzero.sharding.plan._backend import Shared
 from jzero.tracing import _call
 
@@ -30,28 +30,49 @@ class MemoryUpdates(HostUpdates):
 
     Of parameters that are stored on the hosts the update begins layer by layer, as gradients come: with the
     second step, when all programs are compiled. See `plan_early`.
+
+    Attributes, beside those of `HostUpdates`:
+      has_run: whether a step is over, so that all programs are compiled.
+      early_leaves: all that early updates renew, by index.
+      compiled: of each early bucket, what updates its leaves; by the first step, as what follows.
+      keeping: the same of those that begin on an assumption: it hands out their old values.
+      padding: of each early leaf, which part of the shard of each of `devices` is padding.
+      devices: whose shards are updated early; other local devices are their replicas.
+      at: the places of these among the process's devices.
+      history: what numbers of assumptions were in the last steps.
+      old: memory for old values, by the bucket and its slice, unless a run has it. A run that fails keeps it:
+        its threads may still write there.
     """
+
+    devices: Sequence[jax.Device]
+    at: Sequence[int]
+    padding: Mapping[int, Sequence[Any]]
 
     store, consumes = HOST, True
 
-    def __init__(self, step: Hosted, threads: int | None, delay_after: int | None, shared: Shared):
+    def __init__(
+        self, hosted: Hosted, threads: int | None, delay_after: int | None, shared: Shared
+    ):
         """Plans them.
 
         Args:
-          step: whose they are.
+          hosted: what they make.
           threads: how many update; None for all processors.
           delay_after: how many steps are not delayed; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
         """
         self._threads, self.delay_after, self._shared = threads, delay_after, shared
-        self._early: EarlyUpdates | None = None
-        self._has_run = False
-        super().__init__(step)
+        self.has_run = False
+        self.compiled: dict[EarlyBucket, HostUpdate] = {}
+        self.keeping: dict[EarlyBucket, HostUpdate] = {}
+        self.history, self.old = History(), dict[tuple[EarlyBucket, int | None], Old]()
+        super().__init__(hosted)
+        self.early_leaves = [i for bucket in self.early.buckets for i in bucket.leaves]
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket | None:
         return HostBucket(self.step.builder, subgraphs) if subgraphs else None
 
-    def history(self, state: Sequence[Any]) -> tuple[Any, int]:
+    def pending(self, state: Sequence[Any]) -> tuple[Any, int]:
         """See `HostUpdates`.
 
         Raises:
@@ -68,21 +89,34 @@ class MemoryUpdates(HostUpdates):
         return found.pop(), max(state[i].num_steps for i in self.hosted)
 
     def run(self, state: Sequence[Any], num_steps: int = 0) -> MemoryRun:
-        return MemoryRun(self, state, num_steps, self._early_run(state, num_steps))
+        if self.early.buckets and not self.compiled:
+            self._compile(state[self.hosted[0]].placement.devices)
+        return MemoryRun(self, state, num_steps)
 
-    def _early_run(self, state: Sequence[Any], num_steps: int) -> EarlyRun | None:
-        if not self.early.buckets:
-            return None
-        if self._early is None:
-            devices = state[self.hosted[0]].placement.devices
-            self._early = EarlyUpdates(
-                self.step.planned, self.early, devices, self._threads, self.old_bytes
-            )
-        return EarlyRun(self._early, state, num_steps, waits=not self._has_run)
+    def _compile(self, devices: Sequence[jax.Device]) -> None:
+        """Early updates, of shards of these devices."""
+        planned, leaves = self.step.planned, self.step.leaves
+        self.padding = {
+            i: padding_of_leaf(leaves[i], planned.mesh, devices) for i in self.early_leaves
+        }
+        local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
+        self.devices, self.at = devices, [local.index(device) for device in devices]
+        # Of all buckets: as many threads update as may.
+        helpers = helping_threads(self._threads or default_threads())
+        for bucket in self.early.buckets:
+            if bucket.assumption:
+                self.keeping[bucket] = self._compiled(bucket, helpers, keeps=True)
+            self.compiled[bucket] = self._compiled(bucket, helpers)
 
-    def has_run(self) -> None:
-        """A step is over: all programs are compiled."""
-        self._has_run = True
+    def _compiled(
+        self, bucket: EarlyBucket, helpers: JobThreads, keeps: bool = False
+    ) -> HostUpdate:
+        names, planned = [self.step.leaves[i].path for i in bucket.leaves], self.step.planned
+        return HostUpdate(
+            as_function(planned, bucket, keeps), *avals_of(planned, bucket),
+            names=names + [f"the old {name}" for name in names] * keeps, threads=self._threads,
+            helpers=helpers,
+        )  # fmt: skip
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
         bucket, num_sets = self.late, self.num_sets
@@ -98,16 +132,6 @@ class MemoryUpdates(HostUpdates):
                 self._shared[key] = engine
         return engine
 
-    def taken(self, state: Sequence[Any], pending: Any, num_steps: int) -> dict[int, Any]:
-        """The leaves on the hosts as the new state has them, in the same memory, but for early ones.
-
-        Before any is overwritten, so that an interruption leaves no state that is half a step old.
-        """
-        mine = {i for bucket in self.early.buckets for i in bucket.leaves}
-        hosted = {i: state[i].renewed(pending, num_steps) for i in self.hosted if i not in mine}
-        streamed = [i for i in self.streamed if i not in mine]
-        return hosted | renewed(state, streamed, self.step.leaves)
-
     def updating(self, state: Sequence[Any]) -> dict[int, jax.Array]:
         """Runs what is prepared; what it makes, on its way to the devices, a chunk at a time."""
         made: dict[int, jax.Array] = {}
@@ -119,47 +143,3 @@ class MemoryUpdates(HostUpdates):
             self._engine.sent(stored.values())
             made |= stored
         return made
-
-
-class MemoryRun(HostRun):
-    """One step's."""
-
-    def __init__(
-        self, updates: MemoryUpdates, state: Sequence[Any], num_steps: int, early: EarlyRun | None
-    ):
-        self._updates, self._state, self._num_steps, self._early = updates, state, num_steps, early
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
-        if kind is None:
-            self._updates.has_run()
-
-    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
-        self._updates.prepare(self._state, self._named(takes))
-
-    def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
-        """Starts an early update, or makes the late one and ends all.
-
-        The early ones' leaves are taken before the first byte of them is overwritten, those of the late one
-        before the first of it is: from then on the old state is lost, by name.
-        """
-        updates, named, early = self._updates, self._updates.step.named, self._early
-        if update.bucket is not None:
-            return New(named(early.begin(update.bucket, place, takes)) if early else {})
-        taken = self.take()
-        updates.place(taken)  # JAX copies what is not its own, as NumPy's memory.
-        if early:
-            early.finish(self._named(takes))
-            taken |= early.made
-        return New(named(taken), self._on_devices(updates.updating(self._state)))
-
-    def take(self) -> dict[int, Any]:
-        """The leaves on the hosts, as the new state has them, by index, but for those of early updates."""
-        return self._updates.taken(self._state, self.pending, self._num_steps)
-
-    def _named(self, takes: Sequence[Any]) -> dict[Any, Any]:
-        return dict(zip(self._updates.late_reads, takes, strict=True))
-
-    def _on_devices(self, made: Mapping[int, Any]) -> dict[Any, Any]:
-        return {self._updates.step.gives[i]: x for i, x in made.items()}

@@ -26,9 +26,9 @@ import optax  # noqa: E402
 
 import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
-from jzero.offload._early_run import EarlyRun  # noqa: E402
-from jzero.offload._early_tiles import TileRun  # noqa: E402
+from jzero.offload._file_run import FileRun  # noqa: E402
 from jzero.offload._host_updates import HostUpdates  # noqa: E402
+from jzero.offload._memory_run import MemoryRun  # noqa: E402
 from jzero.offload.execute._executor import Execution  # noqa: E402
 from jzero.offload.kernels._host_update import HostUpdate  # noqa: E402
 from jzero.offload.kernels._tiled_update import TiledUpdate  # noqa: E402
@@ -87,8 +87,8 @@ class Log:
 
     def __init__(self) -> None:
         self.clear()
-        run, start, restore = Execution._run, HostUpdate.start, EarlyRun._restore
-        update_tile, finish = TiledUpdate.update_tile, TileRun.finish
+        run, start, restore = Execution._run, HostUpdate.start, MemoryRun._restore
+        update_tile, finish = TiledUpdate.update_tile, FileRun.finish
 
         def nbytes(arrays: Any) -> int:
             return sum(x.nbytes for shard in arrays for x in shard)
@@ -112,16 +112,16 @@ class Log:
 
         def logged_finish(run_: Any, reads: Any) -> Any:
             kept = finish(run_, reads)
-            if run_.step is not None and not kept:
+            if run_._step is not None and not kept:
                 self.undone += sum(nbytes for _, nbytes in self.begun)
             return kept
 
         patches = (
             (TiledUpdate, "update_tile", logged_tile),
-            (TileRun, "finish", logged_finish),
+            (FileRun, "finish", logged_finish),
             (Execution, "_run", logged_run),
             (HostUpdate, "start", logged_start),
-            (EarlyRun, "_restore", logged_restore),
+            (MemoryRun, "_restore", logged_restore),
         )
         for of, name, function in patches:
             setattr(of, name, function)

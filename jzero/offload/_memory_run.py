@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EarlyUpdates`: the host updates what it can while earlier layers still compute their backward pass.
+"""`MemoryRun`: the updates of one step in the hosts' memory; some begin while earlier layers compute.
 
 Some begin on an `Assumption`, and are undone if it does not hold: kernels write old values beside new ones.
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jzero._memory_kinds import PINNED
-from jzero.offload._assumptions import History, Numbers, numbers_of
-from jzero.offload._early_plan import EarlyBucket, EarlyPlan, as_function, avals_of
-from jzero.offload._host_engine import padding_of_leaf
-from jzero.offload.kernels._host_update import (
-    HostUpdate,
-    UnderWay,
-    default_threads,
-    helping_threads,
-)
+from jzero.offload._assumptions import Numbers, numbers_of
+from jzero.offload._early_plan import EarlyBucket
+from jzero.offload._host_updates import HostRun
+from jzero.offload.execute._executor import New
+from jzero.offload.kernels._host_update import UnderWay
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
-from jzero.offload.memory._storage import places
-from jzero.segments._planned import PlannedStep
+from jzero.offload.schedule._ops import Update
 from jzero.segments._segment import Var
+
+if TYPE_CHECKING:
+    from jzero.offload._memory_updates import MemoryUpdates
 
 
 class Arrived(NamedTuple):
@@ -42,86 +41,59 @@ class Arrived(NamedTuple):
 Old = list[list[np.ndarray]]
 
 
-class EarlyUpdates:
-    """The early buckets of a step, compiled.
-
-    Attributes:
-      buckets: by the bucket, what updates its leaves.
-      keeping: the same of those that begin on an assumption: it hands out their old values.
-      leaves: all that they renew, by index.
-      padding: of each of these, which part of the shard of each of `devices` is padding.
-      plans: of all leaves.
-      devices: whose shards are updated; other local devices are their replicas.
-      at: the places of these among the process's devices.
-      history: what numbers of assumptions were in the last steps.
-      old: memory for old values, by the bucket and its slice, unless a run has it. A run that fails keeps it:
-        its threads may still write there.
-      old_bytes: of it, of each device, at most.
-    """
-
-    def __init__(
-        self, planned: PlannedStep, plan: EarlyPlan, devices: Sequence[jax.Device],
-        threads: int | None, old_bytes: int = 0,
-    ):  # fmt: skip
-        self._planned, self.devices, self.old_bytes = planned, devices, old_bytes
-        self.plans = planned.plan.leaves
-        self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
-        self.padding = {
-            i: padding_of_leaf(self.plans[i], planned.mesh, devices) for i in self.leaves
-        }
-        local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
-        self.at = [local.index(device) for device in devices]
-        self._threads = threads or default_threads()
-        # Of all buckets: as many threads update as may.
-        self._helpers = helping_threads(self._threads)
-        self.buckets = {bucket: self._compiled(bucket, keeps=False) for bucket in plan.buckets}
-        assuming = [bucket for bucket in plan.buckets if bucket.assumption]
-        self.keeping = {bucket: self._compiled(bucket, keeps=True) for bucket in assuming}
-        self.history = History()
-        self.old: dict[tuple[EarlyBucket, int | None], Old] = {}
-
-    def _compiled(self, bucket: EarlyBucket, keeps: bool) -> HostUpdate:
-        names = [self.plans[i].path for i in bucket.leaves]
-        return HostUpdate(
-            as_function(self._planned, bucket, keeps), *avals_of(self._planned, bucket),
-            names=names + [f"the old {name}" for name in names] * keeps,
-            threads=self._threads, helpers=self._helpers,
-        )  # fmt: skip
-
-
-class EarlyRun:
-    """The early updates of one step.
+class MemoryRun(HostRun):
+    """One step's.
 
     A leaf is taken before the first byte of it is overwritten: from then on the old state is lost, by name.
-
-    Attributes:
-      made: leaves of the new state that have been taken, by index.
     """
 
-    def __init__(
-        self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int, waits: bool
-    ):  # fmt: skip
+    def __init__(self, updates: MemoryUpdates, state: Sequence[Any], num_steps: int):
         self._updates, self._state, self._num_steps = updates, state, num_steps
-        self._waits = waits  # with everything for `finish`
         self._ready: list[Arrived] = []
         self._late: list[Arrived] = []  # what begins when all numbers are there
         self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
         self._under_way: collections.deque[UnderWay] = collections.deque()
+        # Leaves of the new state that early updates have taken, and their memory.
+        self._made: dict[int, Any] = {}
         self._memory: dict[int, LeafMemory] = {}
         self._history, self._old = updates.history, updates.old
         updates.old = {}
-        self.made: dict[int, Any] = {}
 
-    def begin(
-        self, bucket: EarlyBucket, at: int | None, arrays: Sequence[jax.Array]
-    ) -> dict[int, jax.Array]:
-        """Begins an update, of a slice at this place or of all; parameters that were taken by it, by index.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        if kind is None:
+            self._updates.has_run = True
 
-        `arrays` are what it begins with. Later parts fetch the parameters from where they are then.
-        """
-        here = dict(zip(bucket.begins_with, arrays, strict=True))
-        self._ready.append(Arrived(bucket, at, here))
-        return {} if self._waits else self._begin()
+    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
+        self._updates.prepare(self._state, self._named(takes))
+
+    def _named(self, takes: Sequence[Any]) -> dict[Var, Any]:
+        return dict(zip(self._updates.late_reads, takes, strict=True))
+
+    def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
+        """Begins an early update: later parts fetch its parameters from where they are then. Or ends all."""
+        updates = self._updates
+        if update.bucket is not None:
+            here = dict(zip(update.bucket.begins_with, takes, strict=True))
+            self._ready.append(Arrived(update.bucket, place, here))
+            # With the first step, when programs are compiled, all waits for the end.
+            return New(updates.named(self._begin()) if updates.has_run else {})
+        taken = self.take()
+        updates.place(taken)  # JAX copies what is not its own, as NumPy's memory.
+        if updates.early.buckets:
+            self.finish(self._named(takes))
+        return New(updates.named(taken | self._made), updates.sent(updates.updating(self._state)))
+
+    def take(self) -> dict[int, Any]:
+        """See `HostRun`: before any is overwritten, so that no interruption leaves a half new state."""
+        updates, state = self._updates, self._state
+        others = [i for i in updates.hosted if i not in updates.early_leaves]
+        hosted = {i: state[i].renewed(self.pending, self._num_steps) for i in others}
+        streamed = [i for i in updates.streamed if i not in updates.early_leaves]
+        return hosted | renewed(state, streamed, updates.step.leaves)
+
+    # -- early updates ---------------------------------------------------------------------------------
 
     def _begin(self) -> dict[int, jax.Array]:
         taken: dict[int, jax.Array] = {}
@@ -156,12 +128,12 @@ class EarlyRun:
     ) -> dict[int, jax.Array]:
         """Starts an update with these numbers; parameters that were taken by it."""
         (bucket, _, here), updates = arrived, self._updates
-        taken = self._take([i for i in bucket.leaves if i not in self.made])
+        taken = self._take([i for i in bucket.leaves if i not in self._made])
         inputs = [
             [here[v].addressable_data(k) if v in here else numbers[v][i] for v in bucket.reads]
             for i, k in enumerate(updates.at)
         ]
-        update = updates.buckets[bucket] if old is None else updates.keeping[bucket]
+        update = updates.compiled[bucket] if old is None else updates.keeping[bucket]
         self._under_way.append(update.start(self._places(arrived), inputs, old or ()))
         return taken
 
@@ -177,11 +149,11 @@ class EarlyRun:
     def _take(self, indices: Sequence[int]) -> dict[int, jax.Array]:
         """Leaves that are updated from here on; parameters among them."""
         updates = self._updates
-        in_pinned = [i for i in indices if updates.plans[i].tier == PINNED]
-        pinned = renewed(self._state, in_pinned, updates.plans)
+        leaves = updates.step.leaves
+        pinned = renewed(self._state, [i for i in indices if leaves[i].tier == PINNED], leaves)
         for i in indices:
             new = pinned[i] if i in pinned else self._state[i].renewed(None, self._num_steps)
-            self.made[i], self._memory[i] = new, LeafMemory.of(new, updates.devices)
+            self._made[i], self._memory[i] = new, LeafMemory.of(new, updates.devices)
         return pinned
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
@@ -190,7 +162,7 @@ class EarlyRun:
         `reads` has all that the host reads besides its leaves; numbers are there.
         """
         updates = self._updates
-        numbers = numbers_of([x.assumption for x in updates.buckets], reads, updates.at)
+        numbers = numbers_of([x.assumption for x in updates.early.buckets], reads, updates.at)
         self._begin()
         for arrived in self._late:
             self._start(arrived, numbers)
