@@ -67,7 +67,7 @@ class MemoryUpdates(HostUpdates):
         self.keeping: dict[EarlyBucket, HostUpdate] = {}
         self.history, self.old = History(), dict[tuple[EarlyBucket, int | None], Old]()
         super().__init__(hosted)
-        self.early_leaves = [i for bucket in self.early.buckets for i in bucket.leaves]
+        self.early_leaves = frozenset(i for x in self.early.buckets for i in x.leaves)
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket | None:
         return HostBucket(self.step.builder, subgraphs) if subgraphs else None
