@@ -516,6 +516,26 @@ def test_a_loss_scale_waits_with_its_gradients(num):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [jzero.HostCPU, jzero.NVMe])
+def test_an_update_that_reads_no_gradient(kind, tmp_path):
+    """Nothing goes down to the hosts."""
+
+    def step_fn(state, x):
+        w, m = state
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * g, 0.9 * m), loss
+
+    w = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24)
+    policy = kind(str(tmp_path)) if kind is jzero.NVMe else kind()
+    train_step, state, expected = on(4, policy=policy, step_fn=step_fn), (w, w / 2), (w, w / 2)
+    for _ in range(2):
+        (state, loss), (expected, wanted) = (
+            train_step(state, BATCH),
+            jax.jit(step_fn)(expected, BATCH),
+        )
+        assert_same((state, loss), (expected, wanted))
+
+
 def test_an_argument_that_the_update_reads():
     """Not through the batch: a learning rate, which waits with its gradients, too."""
 

@@ -177,7 +177,7 @@ class FileRun(HostRun):
         left = [i for i in updates.streamed if i not in self._taken and i not in updates.hosted]
         hosted = self._taken | renewed(self._state, left, updates.step.leaves)
         updates.place(hosted)
-        return New(updates.named(hosted), updates.sent(self._updated()))
+        return New(updates.named(hosted), updates.named(self._updated()))
 
     def _updated(self) -> dict[int, jax.Array]:
         """Updates the tiles that are left; what they make, on its way to the devices, by index."""

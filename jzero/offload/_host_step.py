@@ -148,8 +148,8 @@ class HostStep(ListedStep):
 
     @functools.cached_property
     def _program(self) -> Executable:
-        there = self.named_leaves([*self.updates.hosted, *self.updates.streamed])
-        return Executable(self._sections.ops, Keys(tuple(self._new.values()), there))
+        keeps = Keys(tuple(self._new.values()), tuple(self.updates.leaves.values()))
+        return Executable(self._sections.ops, keeps)
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
@@ -160,23 +160,21 @@ class HostStep(ListedStep):
     def _sections(self) -> Sections:
         commit = (Commit(NVME),) if self.updates.store == NVME else ()
         return Sections(
-            Section(tuple(self._entering())), self._gradients(), Section((self._update,)),
+            Section(self._sending(self._entered, copies=1)), self._gradients(), Section((self._update,)),
             Section(tuple(self._on_devices())), Section(commit),
         )  # fmt: skip
 
-    def _entering(self) -> Iterator[Op]:
-        if self._entered:
-            yield from self._sending(self._entered, copies=1)
-
-    def _sending(self, variables: Sequence[Var], copies: int) -> Iterator[Op]:
-        """Leaves and arguments on their way to the host, as shards."""
+    def _sending(self, variables: Sequence[Var], copies: int) -> tuple[Op, ...]:
+        """Leaves and arguments on their way to the host, as shards; nothing if there are none."""
+        if not variables:
+            return ()
         enter = _conversions.entering(self.planned, variables)
         run = _to_host(
             lambda leaves: leaves if enter is None else enter(leaves), self._places(variables)
         )
         made = tuple(self._reads[var] for var in variables)
-        yield Run("", tuple(map(self.name, variables)), made, of_list(run))
-        yield _sent(made, PINNED, copies)
+        enters = Run("", tuple(map(self.name, variables)), made, of_list(run))
+        return enters, *_sent(made, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
         """Where on the devices that rests which goes to the host."""
@@ -187,19 +185,12 @@ class HostStep(ListedStep):
         # What a delayed update reads is there beside the next step's; but not leaves as they are then.
         copies, grad = self.updates.num_sets, self.grad
         if self.layered is not None:
-            known = list[Op]()
-            if self._known:
-                known += self._sending(self._known, copies)
             section = self.layered.section
-            return section._replace(ops=(*known, *section.ops))
+            return section._replace(ops=(*self._sending(self._known, copies), *section.ops))
         sent = tuple(self._reads[var] for var in self._sent)
-        gives = (
-            *sent,
-            *map(self.name, self._stays),
-            *(self._new[i] for i in grad.outs),
-        )
+        gives = (*sent, *map(self.name, self._stays), *(self._new[i] for i in grad.outs))
         run = Run("gradients", tuple(map(self.name, grad.takes)), gives, of_list(self._whole()))
-        return Section((run, _sent(sent, PINNED, copies)))
+        return Section((run, *_sent(sent, copies)))
 
     def _whole(self) -> Callable[[list[Any]], list[Any]]:
         """Forward and backward as one program: what goes to the host, what stays, and outputs."""
@@ -212,9 +203,7 @@ class HostStep(ListedStep):
             leaves = [here[v] for v in self._known]
             known = leaves if enter is None else enter(leaves)
             given, outs = self.grad.run(consumed, read)
-            made = dict(zip(self._known, known, strict=True)) | dict(
-                zip(self.grad.gives, given, strict=True)
-            )
+            made = dict(zip((*self._known, *self.grad.gives), (*known, *given), strict=True))
             return [made[v] for v in self._sent], ([made[v] for v in self._stays], outs)
 
         run = _to_host(grad_part, self._places(self._sent), kept and (None, kept))
@@ -324,11 +313,9 @@ class HostStep(ListedStep):
             (job.host if job else host).pending = self._pending(run)
         if job:
             job.step.wait(job.run, state)
+        update = job.run.visits(job.step._sections.update.ops) if job else ()
         with UPDATING, self.updates.buffers:
-            run.run(
-                sections.on_devices,
-                beside=job.run.visits(job.step._sections.update.ops) if job else (),
-            )
+            run.run(sections.on_devices, beside=update)
             run.run(sections.commit)
             return self._made(run) | (job.step.made(job.run) if job else host.take())
 
@@ -338,8 +325,7 @@ class HostStep(ListedStep):
 
     def made(self, run: Execution) -> dict[int, Any]:
         """What the hosts have made, by index: their leaves, and what has been sent to the devices."""
-        away = [*self.updates.hosted, *self.updates.streamed]
-        leaves = dict(zip(away, map(run.there.__getitem__, self.named_leaves(away)), strict=True))
+        leaves = {i: run.there[x] for i, x in self.updates.leaves.items()}
         return leaves | {i: run.here[x] for i, x in self._gives.items()}
 
     def wait(self, run: Execution, state: Sequence[Any]) -> None:
@@ -406,9 +392,10 @@ class _Kept(HostSide):
         self.arrays += arrays
 
 
-def _sent(values: Sequence[Value], store: str, copies: int) -> Send:
-    """What a program has sent to a store itself; nobody waits for it."""
-    return Send(tuple(values), store, by=lambda olds, arrays, place: (arrays, ()), copies=copies)
+def _sent(values: Sequence[Value], copies: int) -> Iterator[Send]:
+    """What a program has sent to pinned memory itself; nobody waits for it."""
+    if values:
+        yield Send(tuple(values), PINNED, by=lambda _, arrays, __: (arrays, ()), copies=copies)
 
 
 def _to_host(

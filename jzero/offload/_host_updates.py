@@ -85,6 +85,8 @@ class HostUpdates(abc.ABC):
     Attributes:
       hosted: indices of the leaves that are stored where they update.
       streamed: of parameters that are stored away from the devices.
+      leaves: by which names these are known, by index.
+      names: the same, and of what they make for the devices.
       step, host, reads, gives, known, stays: as of `Hosted`.
       early: what they begin while layers compute.
       late: what they begin with all gradients; None if nothing is left.
@@ -105,6 +107,9 @@ class HostUpdates(abc.ABC):
         step, leaves = self.step, self.step.leaves
         self.hosted = [i for i, leaf in enumerate(leaves) if leaf.tier == self.store]
         self.streamed = [i for i, leaf in enumerate(leaves) if leaf.is_streamed]
+        away = dict.fromkeys([*self.hosted, *self.streamed])
+        self.leaves = dict(zip(away, step.named_leaves(away), strict=True))
+        self.names = {**self.leaves, **self.gives}
         self.early = EarlyPlan((), {})
         self.late: HostBucket | None = self.host
         self._engine: HostEngine | None = None
@@ -218,13 +223,9 @@ class HostUpdates(abc.ABC):
             )
         return "\n".join([code_paths_text(self.host.traced.code_paths), *early])
 
-    def named(self, leaves: Mapping[int, Any]) -> dict[Value, Any]:
-        """Leaves by their names; `leaves` has them by index."""
-        return dict(zip(self.step.named_leaves(leaves), leaves.values(), strict=True))
-
-    def sent(self, made: Mapping[int, Any]) -> dict[Value, Any]:
-        """What is on its way to the devices, by its names; `made` has it by index."""
-        return {self.gives[i]: x for i, x in made.items()}
+    def named(self, made: Mapping[int, Any]) -> dict[Value, Any]:
+        """Leaves that the hosts renew, or what is on its way to the devices; `made` has it by index."""
+        return {self.names[i]: x for i, x in made.items()}
 
     # -- a step ----------------------------------------------------------------------------------------
 

@@ -284,15 +284,12 @@ class Execution:
         _stream.stream(coming, section.device_bytes, section.under_way)
         self._files = None
 
-    def visits(self, ops: Sequence[Op]) -> Iterator[Visit | None]:
-        """What a section does, visit by visit, as `stream` makes them."""
-        return self._visits(ops)
-
     # -- visits ----------------------------------------------------------------------------------------
 
-    def _visits(
+    def visits(
         self, ops: Sequence[Op], loop: Loop | None = None, number: int | None = None
     ) -> Iterator[Visit | None]:
+        """What operations do, visit by visit, as `stream` makes them; of a loop, in one iteration."""
         for group in self._program.groups(ops):
             if isinstance(group, Loop):
                 yield from self._loop(group)
@@ -308,11 +305,11 @@ class Execution:
             )
 
     def _loop(self, loop: Loop) -> Iterator[Visit | None]:
-        yield from self._visits(loop.first, loop, -1)
+        yield from self.visits(loop.first, loop, -1)
         if loop.length is not None:
             for number in range(loop.length):
-                yield from self._visits(loop.body, loop, number)
-            yield from self._visits(loop.last, loop, loop.length)
+                yield from self.visits(loop.body, loop, number)
+            yield from self.visits(loop.last, loop, loop.length)
             dead = self._program.dead(loop)
             # Updates of the last iterations have yet to begin with what is on the host.
             yield Visit(
@@ -326,7 +323,7 @@ class Execution:
                 _drop(self.here, self._program.dead(loop).here)
                 _drop(self.there, self._program.dead(loop).there)
                 return
-            yield from self._visits(loop.body, loop, number)
+            yield from self.visits(loop.body, loop, number)
 
     def _goes_on(self, loop: Loop, number: int) -> bool:
         run = loop.goes_on
