@@ -515,7 +515,6 @@ def test_a_loss_scale_waits_with_its_gradients(num):
     assert_same(train_step.flush(state)[:2], renewed(w, m, *pending))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jzero.HostCPU, jzero.NVMe])
 def test_an_update_that_reads_no_gradient(kind, tmp_path):
     """Nothing goes down to the hosts."""
@@ -536,6 +535,7 @@ def test_an_update_that_reads_no_gradient(kind, tmp_path):
         assert_same((state, loss), (expected, wanted))
 
 
+@pytest.mark.slow
 def test_an_argument_that_the_update_reads():
     """Not through the batch: a learning rate, which waits with its gradients, too."""
 
