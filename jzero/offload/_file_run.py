@@ -177,18 +177,10 @@ class FileRun(HostRun):
         left = [i for i in updates.streamed if i not in self._taken and i not in updates.hosted]
         hosted = self._taken | renewed(self._state, left, updates.step.leaves)
         updates.place(hosted)
-        return New(updates.named(hosted), updates.named(self._updated()))
-
-    def _updated(self) -> dict[int, jax.Array]:
-        """Updates the tiles that are left; what they make, on its way to the devices, by index."""
-        made = dict[int, jax.Array]()
         if self._step is None:
             self._step = self._store.begin()
-        for chunk in self._engine.run_tiles(self._store, self._arrived, self._done):
-            stored = self._updates.stored(self._state, chunk)
-            self._engine.sent(stored.values())
-            made |= stored
-        return made
+        chunks = self._engine.run_tiles(self._store, self._arrived, self._done)
+        return New(updates.named(hosted), updates.sent(self._state, chunks))
 
     def commit(self, commit: Commit) -> Mapping[Any, Any]:
         assert self._step is not None

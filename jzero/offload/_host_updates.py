@@ -6,7 +6,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -269,6 +269,18 @@ class HostUpdates(abc.ABC):
             for old in olds:
                 old.delete()
         return chunk
+
+    def sent(
+        self, state: Sequence[Any], chunks: Iterable[dict[int, jax.Array]]
+    ) -> dict[Value, jax.Array]:
+        """What an update makes for the devices, as it is stored there, sent as soon as a chunk is done."""
+        made = dict[int, jax.Array]()
+        for chunk in chunks:
+            stored = self.stored(state, chunk)
+            # Not the chunk, which a program may have consumed that has yet to run.
+            self.engine_of(state).sent(stored.values())
+            made |= stored
+        return self.named(made)
 
     def prepare(self, state: Sequence[Any], reads: Mapping[Var, jax.Array]) -> None:
         """Does what can fail of the late update, and overwrites nothing; `reads` are there."""

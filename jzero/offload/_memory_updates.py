@@ -131,15 +131,3 @@ class MemoryUpdates(HostUpdates):
             if identity:
                 self._shared[key] = engine
         return engine
-
-    def updating(self, state: Sequence[Any]) -> dict[int, jax.Array]:
-        """Runs what is prepared; what it makes, on its way to the devices, a chunk at a time."""
-        made: dict[int, jax.Array] = {}
-        if self._engine is None:  # All of it is done.
-            return made
-        for chunk in self._engine.run():
-            stored = self.stored(state, chunk)
-            # Not the chunk, which a program may have consumed that has yet to run.
-            self._engine.sent(stored.values())
-            made |= stored
-        return made
