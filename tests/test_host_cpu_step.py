@@ -22,6 +22,7 @@ from interrupting import failing
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step, _host_updates, _memory_updates
 from jzero.offload._backends import OnHostCPU
+from jzero.offload._memory_run import MemoryRun
 from jzero.offload.memory import _available, _pinned_leaf
 from jzero.sharding.plan._layout import REPLICATED
 from test_offload import BATCH, SHAPES, make_step, new_state
@@ -278,6 +279,38 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     assert re.search(text, str(told[0].value))
     assert_same(found, jax.jit(make_step(ADAMW))(new_state(ADAMW), BATCH)[0])
     train_step(second, BATCH)
+
+
+@pytest.mark.parametrize("policy", [
+    jzero.HostCPU(), jzero.HostCPU(delayed_update=True, delay_after=0), jzero.HostCPU(ratio=0.5)
+], ids=str)  # fmt: skip
+def test_a_handler_that_trains_before_the_first_byte_is_written(policy, monkeypatch):
+    """What is prepared, and the memory of what is sent, were the handler's step's then."""
+    expected, found = (on(2, policy=policy) for _ in range(2))
+    wanted, state = expected.init(new_state, ADAMW), found.init(new_state, ADAMW)
+    take, told = MemoryRun.take, list[str]()
+
+    def handled(run: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryRun, "take", take)
+            try:
+                other, _ = found(found.init(new_state, ADAMW), BATCH)
+                found(other, BATCH)  # A delayed step begins to update with the second.
+            except jzero.StateError as error:
+                told.append(str(error))
+        return take(run)
+
+    for batch in batches(3):
+        wanted, _ = expected(wanted, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryRun, "take", handled)
+            state, _ = found(state, batch)
+    assert told
+    assert all("in the middle of its own update" in text for text in told)
+    for x, y in zip(
+        *map(jax.tree.leaves, (found.flush(state), expected.flush(wanted))), strict=True
+    ):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 @pytest.mark.slow

@@ -51,6 +51,24 @@ FAULTS = {
 }
 
 
+def test_an_interrupt_when_a_step_has_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Before anybody knows its number: the next one begins as if there had been none."""
+    train_step, (first, second) = on(2, tmp_path), batches(2)
+    state, _ = train_step(train_step.shard(new_state(), BATCH), first)
+    before, begin = to_host(state), TileFiles.begin
+
+    def interrupted(*args: Any) -> None:
+        begin(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TileFiles, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(state, second)
+    small.assert_same(to_host(state), before)
+    train_step(state, second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", FAULTS)

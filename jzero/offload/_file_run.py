@@ -107,9 +107,9 @@ class FileRun(HostRun):
 
     def __init__(self, updates: FileUpdates, state: Sequence[Any], store: NVMeStore):
         self._updates, self._state, self._store = updates, state, store
-        self._step: int | None = (
-            None  # The number under which tiles are written; None while none is.
-        )
+        # The number under which tiles are written; whether that has begun, also if it was interrupted.
+        self._step: int | None = None
+        self._begins = False
         self._writing = contextlib.ExitStack()
         self._writes: GradientWrites | None = None
         self._engine, self._early = updates.engine_of(state), updates.early_tiles(state)
@@ -129,15 +129,16 @@ class FileRun(HostRun):
 
     def __enter__(self) -> Self:
         updates = self._updates
+        if updates.early.buckets:
+            self._engine.claim(self)
         if updates.gradients_wait:
             self._writes = self._writing.enter_context(updates.writes(self._store, self._state))
-        updates.is_running = bool(updates.early.buckets)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
-        self._updates.is_running = False
+        super().__exit__(kind, error, trace)
         self._writing.__exit__(kind, error, trace)
         if kind is not None:
             self._stop()
@@ -146,9 +147,12 @@ class FileRun(HostRun):
         """Returns when the thread has ended, whatever it has done."""
         self._group.end()
         self._release()
-        # Else others may be writing these files.
-        if self._step is not None or self._updates.early.buckets:
+        if self._begins:  # Else others may be writing these files.
             self._store.files.abort()
+
+    def _begin_step(self) -> None:
+        self._begins = True
+        self._step = self._store.begin()
 
     def _release(self) -> None:
         """The buffers are whoever's comes next."""
@@ -166,7 +170,7 @@ class FileRun(HostRun):
         reads = dict(zip(self._updates.late_reads, takes, strict=True))
         if self._updates.early.buckets:
             self._done = self.finish(reads)
-        self._updates.prepare(with_new(self._state, self._taken), reads)
+        self._updates.prepare(self, with_new(self._state, self._taken), reads)
 
     def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
         """Has early tiles updated when what they need is there; or updates all others."""
@@ -178,7 +182,7 @@ class FileRun(HostRun):
         hosted = self._taken | renewed(self._state, left, updates.step.leaves)
         updates.place(hosted)
         if self._step is None:
-            self._step = self._store.begin()
+            self._begin_step()
         chunks = self._engine.run_tiles(self._store, self._arrived, self._done)
         return New(updates.named(hosted), updates.sent(self._state, chunks))
 
@@ -224,7 +228,7 @@ class FileRun(HostRun):
         numbers = {inputs[var]: x for var, x in self._early.history.last.items()}
         self._engine.prepare_early(known, numbers)
         self._claim = self._store.spec.ring.claim()
-        self._step = self._store.begin()
+        self._begin_step()
         self._group.start([(self._update_early,)])
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:

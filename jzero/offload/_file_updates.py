@@ -25,7 +25,6 @@ from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_updates import Hosted, HostUpdates
 from jzero.offload._tiled_engine import TiledEngine
-from jzero.offload.kernels._host_update import IN_ITS_MIDDLE
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._file_storage import FileStorage
@@ -62,7 +61,6 @@ class FileUpdates(HostUpdates):
         self._policy = policy
         self._memory: list[np.ndarray] = []  # Gradients are written through it.
         self._early: EarlyTiles | None = None
-        self.is_running = False  # A step whose tiles begin early, from its first layer on.
         super().__init__(hosted)
         # What a step leaves in files as it is.
         self._frozen = [i for i in self.hosted if i not in self.host.leaves]
@@ -247,13 +245,6 @@ class FileUpdates(HostUpdates):
     # -- a step ----------------------------------------------------------------------------------------
 
     def run(self, state: Sequence[Any], num_steps: int = 0) -> FileRun:
-        """See `HostUpdates`.
-
-        Raises:
-          StateError: it is called in the middle of a step, as by a signal's handler.
-        """
-        if self.is_running:
-            raise StateError(IN_ITS_MIDDLE)
         return FileRun(self, state, self._store_of(state))
 
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero._errors import StateError
 from jzero.offload._host_bucket import HostBucket
-from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._host_update import IN_ITS_MIDDLE, HostUpdate
 from jzero.offload.memory._pinned_leaf import LeafMemory, pinned_zeros, view
 from jzero.offload.memory._storage import places
 from jzero.sharding.plan import _layout
@@ -66,6 +67,7 @@ class HostEngine:
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._leaves: dict[int, LeafMemory] = {}  # As prepared.
+        self._run: weakref.ref[Any] | None = None  # whose it is
         self._padding_of_outs = [
             padding_of(aval.sharding, aval.shape, shape, local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -84,6 +86,19 @@ class HostEngine:
             [view(x.addressable_shards[k].data) for x in arrays] for k in range(len(self._like))
         ]
         return _Outputs(arrays, views, [])
+
+    def claim(self, run: Any) -> None:
+        """Before `prepare`: from now on it is this run's, until that `is_over`.
+
+        Whoever calls has `UPDATING`, so that another run can only be the same thread's.
+
+        Raises:
+          StateError: another run is in the middle of its update, as where a signal's handler calls.
+        """
+        other = self._run() if self._run is not None else None
+        if other not in (None, run) and not other.is_over:
+            raise StateError(IN_ITS_MIDDLE)
+        self._run = weakref.ref(run)
 
     def prepare(self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]) -> None:
         """Does what can fail, and overwrites nothing.

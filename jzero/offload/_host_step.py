@@ -285,39 +285,45 @@ class HostStep(ListedStep):
         # Another step's gradients may be of leaves that the devices renew in this one.
         if pending and not (delays and self._renewed_here.isdisjoint(pending.step.host.outs)):
             state, pending = pending.step.flush(state), None
-        with self.updates.run(state, num_steps + 1) as host:
-            run = self.execution(self._program, state, arrays, host)
-            if self.layered:
-                numbers = self.layered.numbers
-                run.there |= {self._reads[var]: x for var, x in numbers.items()}
-            if pending:
-                job = pending.step.job_of(pending, state, num_steps + 1)
-            else:
-                job = None if delays else _Job(self, run, host)
-            made = self._run(state, run, host, job, delays)
+        of = pending.step if pending else self  # whose update is made
+        with of.updates.run(state, num_steps + 1) as host:
+            run = self._begun(state, arrays, host)
+            update = of.resumed(pending, state, host) if pending else None if delays else run
+            made = self._run(state, run, host, of, update)
         for i in self._new:
             if i in made and i < len(state):
                 state[i].delete()
         return self.in_order(made, state)
 
+    def _begun(self, state: Sequence[Any], arrays: Sequence[Any], host: HostRun) -> Execution:
+        """A run of the list, with numbers on the host that no part computes."""
+        run = self.execution(self._program, state, arrays, host)
+        if self.layered:
+            run.there |= {self._reads[var]: x for var, x in self.layered.numbers.items()}
+        return run
+
     def _run(
-        self, state: Sequence[Any], run: Execution, host: HostRun, job: _Job | None, delays: bool
-    ) -> dict[int, Any]:
-        """Runs all sections, and of a job the hosts' part; what they make, by index."""
-        sections = self._sections
-        if job:  # First in line: the host may already wait for it.
-            job.run.run(job.step._sections.entering)
+        self, state: Sequence[Any], run: Execution, host: HostRun, of: HostStep, update: Execution | None
+    ) -> dict[int, Any]:  # fmt: skip
+        """Runs all sections; what they make, by index.
+
+        The hosts make the update of a run of step `of`: of this one, or of what was pending; None if there is
+        nothing to update yet.
+        """
+        sections, theirs = self._sections, of._sections
+        if update:  # First in line: the host may already wait for it.
+            update.run(theirs.entering)
         self.run_gradients(run, sections.gradients)
         host.end_gradients()
-        if delays:
-            (job.host if job else host).pending = self._pending(run)
-        if job:
-            job.step.wait(job.run, state)
-        update = job.run.visits(job.step._sections.update.ops) if job else ()
+        if update is not run:
+            host.pending = self._pending(run)
+        if update:
+            of.wait(update, state)
+        beside = update.visits(theirs.update.ops) if update else ()
         with UPDATING, self.updates.buffers:
-            run.run(sections.on_devices, beside=update)
+            run.run(sections.on_devices, beside=beside)
             run.run(sections.commit)
-            return self._made(run) | (job.step.made(job.run) if job else host.take())
+            return self._made(run) | (of.made(update) if update else host.take())
 
     def _made(self, run: Execution) -> dict[int, Any]:
         """What the devices have made, or have been sent, by index."""
@@ -340,38 +346,23 @@ class HostStep(ListedStep):
     def _pending(self, run: Execution) -> Pending:
         return Pending(self, {x: run.there[x] for x in map(self._arrived, self._sent)})
 
-    def job_of(self, pending: Pending, state: Sequence[Any], num_steps: int) -> _Job:
-        """What is pending, of this step, to be run on a state that will have so many steps behind it."""
-        host = self.updates.run(state, num_steps)
+    def resumed(self, pending: Pending, state: Sequence[Any], host: HostRun) -> Execution:
+        """The run of this step of which an update is pending, with the state as it is now."""
         names = self.named_leaves(range(len(self.leaves)))
         leaves: dict[Any, Any] = dict(zip(names, state, strict=True))
-        run = Execution(self._program, leaves, {**leaves, **pending.reads}, host)
-        return _Job(self, run, host)
+        return Execution(self._program, leaves, {**leaves, **pending.reads}, host)
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""
         pending, num_steps = self.updates.pending(state)
         assert pending is not None
-        job = self.job_of(pending, state, num_steps)
-        job.run.run(self._sections.entering)
-        self.wait(job.run, state)
-        with UPDATING:
-            job.run.run(self._sections.update)
-        return with_new(state, self.made(job.run))
-
-
-class _Job(NamedTuple):
-    """The update that a step makes: its own, or that of the step before.
-
-    Attributes:
-      step: whose it is.
-      run: of that step's list; has what it reads.
-      host: makes it.
-    """
-
-    step: HostStep
-    run: Execution
-    host: HostRun
+        with self.updates.run(state, num_steps) as host:
+            run = self.resumed(pending, state, host)
+            run.run(self._sections.entering)
+            self.wait(run, state)
+            with UPDATING:
+                run.run(self._sections.update)
+        return with_new(state, self.made(run))
 
 
 class _Kept(HostSide):

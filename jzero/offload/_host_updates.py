@@ -27,7 +27,7 @@ from jzero.segments import _conversions
 from jzero.segments._segment import Var
 
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
-# calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
+# calls in the middle of an update is refused (`HostEngine.claim`), and does not wait for ever.
 # [Note: locks and comprehensions] No comprehension is written where a lock is held, but in functions called
 # from there: in Python 3.13.0 Ctrl-C in one leaves the `with` or `try` around it without its end.
 UPDATING = threading.RLock()
@@ -58,9 +58,11 @@ class HostRun(HostSide):
     """The hosts' side of one step; a context: however it is left, nothing of it is under way any more.
 
     Attributes:
+      is_over: whether it is left.
       pending: what new leaves wait for (`Pending`), of a delayed step.
     """
 
+    is_over = False
     pending: Any = None
 
     def __enter__(self) -> Self:
@@ -70,6 +72,7 @@ class HostRun(HostSide):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         """Stops what is under way, if the step has failed."""
+        self.is_over = True
 
     def end_gradients(self) -> None:
         """Waits for what goes into files of gradients."""
@@ -282,11 +285,16 @@ class HostUpdates(abc.ABC):
             made |= stored
         return self.named(made)
 
-    def prepare(self, state: Sequence[Any], reads: Mapping[Var, jax.Array]) -> None:
-        """Does what can fail of the late update, and overwrites nothing; `reads` are there."""
+    def prepare(self, run: HostRun, state: Sequence[Any], reads: Mapping[Var, jax.Array]) -> None:
+        """Does what can fail of the late update of a run, and overwrites nothing; `reads` are there.
+
+        Raises:
+          StateError: it is in the middle of another run, as in a signal's handler.
+        """
         if self.late is None:
             return
         engine = self.engine_of(state)
+        engine.claim(run)
         leaves = {
             k: LeafMemory.of(state[i], engine.devices)
             for k, i in enumerate(self.late.leaves)

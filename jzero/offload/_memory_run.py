@@ -62,11 +62,12 @@ class MemoryRun(HostRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
+        super().__exit__(kind, error, trace)
         if kind is None:
             self._updates.has_run = True
 
     def prepare(self, update: Update, takes: Sequence[Any]) -> None:
-        self._updates.prepare(self._state, self._named(takes))
+        self._updates.prepare(self, self._state, self._named(takes))
 
     def _named(self, takes: Sequence[Any]) -> dict[Var, Any]:
         return dict(zip(self._updates.late_reads, takes, strict=True))
