@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ._judge import Verdict, compared
 from ._large import H200, LARGE, compiled, sharded, traced
-from ._record import Record, record, values
+from ._record import NUM_STEPS, Record, record, values
 from ._stored import FOLDER, read, with_tolerance, write
 from .rows import ROWS, Row
 
@@ -46,6 +46,7 @@ __all__ = [
     "compared",
     "H200",
     "LARGE",
+    "NUM_STEPS",
     "read",
     "recorded",
     "sharded",
