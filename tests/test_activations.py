@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jzero
-import parity
 import samples
 import small
 import zoo
@@ -136,22 +134,6 @@ written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN, ids=NAMES)
 two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=NAMES[1:3])
 
 
-@pytest.mark.slow
-@written
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_device_does(scan, recompute, stage):
-    assert_trains_as_one_device(scan, recompute, stage=stage, **ON_HOST)
-
-
-@pytest.mark.slow
-@two_written
-@pytest.mark.parametrize(
-    ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
-)
-def test_on_fewer_devices(scan, recompute, num, stage):
-    assert_trains_as_one_device(scan, recompute, {"data": num}, stage=stage, **ON_HOST)
-
-
 @pytest.mark.slow(but=[3])
 @two_written
 @pytest.mark.parametrize(
@@ -184,15 +166,6 @@ def test_one_device_moves_what_each_of_two_does(scan, recompute):
     assert [x._replace(shape=(), nbytes=0) for x in one] == [
         x._replace(shape=(), nbytes=0) for x in two
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "mixed_bf16",
-             "maml_on_the_whole_batch", "batch_norm", "moe_with_balance_loss", "microbatch_scan",
-             "pmap_style"])  # fmt: skip
-def test_steps_of_many_kinds(name):
-    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **ON_HOST))
 
 
 # -- where they are ------------------------------------------------------------------------------------
@@ -246,17 +219,6 @@ def test_an_iteration_fetches_for_the_next_one():
     read = {atom for e in body.eqns for atom in e.invars if not _jaxpr.is_literal(atom)}
     assert fetched[0] not in read
     assert fetched[0] in body.outvars
-
-
-@pytest.mark.slow
-def test_values_of_unrolled_layers_leave_and_come_back():
-    train_step = sharded(False, **ON_HOST)
-    moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
-    away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
-    shape = (ROWS // 8, WIDTH)
-    # Of what enters the layers and the head, the first is an argument. With jax_remat3 a number leaves, too.
-    assert [aval.shape for e in away if (aval := e.outvars[0].aval).ndim] == [shape] * LAYERS
-    assert len(moved) == 2 * len(away)
 
 
 @pytest.mark.slow
@@ -321,48 +283,6 @@ def test_a_stack_that_is_read_whole():
 # -- beside parameters on the host -----------------------------------------------------------------------
 
 
-UPDATES: dict[str, Any] = {
-    "on the host": {"offload": jzero.HostCPU()},
-    "in buckets": {"offload": jzero.PinnedHost(device_bytes=2**14)},
-    "on the devices": {},
-}
-
-
-@pytest.mark.slow
-@written
-@pytest.mark.parametrize("update", UPDATES)
-def test_beside_parameters_on_the_host(scan, recompute, update):
-    assert_trains_as_one_device(scan, recompute, **BOTH, **UPDATES[update])
-
-
-@pytest.mark.slow
-@two_written
-@pytest.mark.parametrize("num", [1, 2, 4])
-def test_beside_parameters_on_fewer_devices(scan, recompute, num):
-    assert_trains_as_one_device(scan, recompute, {"data": num}, **BOTH)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 2, "offload_params": jzero.PinnedHost(device_bytes=2**20)},
-        {"offload_params": jzero.PinnedHost(device_bytes=2**30)},
-    ],
-    ids=str,
-)
-@two_written
-def test_beside_parameters_with_other_options(scan, recompute, options):
-    assert_trains_as_one_device(scan, recompute, **BOTH | options)
-
-
-@pytest.mark.slow
-@written
-def test_beside_parameters_with_little_room(scan, recompute):
-    """For one layer's parameters: no iteration gathers ahead."""
-    assert_trains_as_one_device(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
-
-
 def little_room(scan):
     # An unrolled layer may have to fetch its whole stack, to take a slice.
     return jzero.PinnedHost(device_bytes=9000 if scan else 10_000)
@@ -375,15 +295,6 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
     for options in (BOTH, {"offload_params": BOTH["offload_params"]}):
         train_step = assert_trains_as_one_device(scan, recompute, **options)
         assert layered(train_step)._cut.waiting
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mixed_bf16", "sam", "microbatch_scan",
-             "transformer_scan_remat", "tied_embeddings", "lstm"]
-)  # fmt: skip
-def test_steps_of_many_kinds_beside_parameters(name):
-    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))
 
 
 def layered(train_step):
@@ -475,17 +386,6 @@ def test_describe_lists_them():
     assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None
 
 
-@pytest.mark.slow
-def test_what_is_on_the_host_makes_another_plan():
-    steps = [
-        sharded(True, offload_activations=policy)
-        for policy in (jzero.NoOffload(), jzero.PinnedHost())
-    ]
-    here, there = (step.plan(new_state(), *batches()[0]) for step in steps)
-    assert here != there
-    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 iterations" in str(there)
-
-
 # -- a step's own policies -------------------------------------------------------------------------------
 
 
@@ -511,16 +411,6 @@ def test_policies_of_the_step(scan, recompute, stage):
 )  # fmt: skip
 def test_policies_of_the_step_with_other_options(scan, options):
     assert_trains_as_one_device(scan, "by name", **options)
-
-
-@pytest.mark.slow
-def test_padded_rows_with_policies_of_the_step():
-    step = make_step(True, "by name")
-    train_step = small.shard_train_step(step, in_specs={"key": jax.P()})
-    x, key = jax.random.normal(jax.random.key(5), (13, WIDTH)), jax.random.key(6)
-    _, expected = jax.jit(step)(new_state(), x, key)
-    _, loss = train_step(new_state(), x, key)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------

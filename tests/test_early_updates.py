@@ -21,7 +21,6 @@ from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.schedule._ops import Send
 from jzero.sharding.cut._layer_parts import ScannedLayers
 from test_offload_params import batch, make_step, new_state
-from zoo.core import SEQ_LEN, Transformer, create_state, predict_next_step, token_batches
 
 pytest.importorskip("llvmlite")
 
@@ -81,59 +80,6 @@ def test_it_trains_what_one_device_trains(scan, name, num):
         state, metrics = train_step(state, batch(i))
         zoo.assert_trees_close(zoo.to_host((state, metrics)), expected, zoo.FP32, f"step {i}")
     assert bool(early(train_step, state).buckets) == (name not in {"factored", "if finite"})
-
-
-def gpt(options):
-    """A state of a GPT with its optimizer, as `jax.jit` and jzero take it."""
-    model = Transformer(num_layers=LAYERS if "scanned" in options else 2, **options)
-    return create_state(model, jnp.zeros((1, SEQ_LEN), jnp.int32), ADAM)
-
-
-@functools.cache
-def gpt_on_one_device(options):
-    state, step, found = gpt(dict(options)), jax.jit(predict_next_step), []
-    for tokens in token_batches(STEPS):
-        state, metrics = step(state, *tokens)
-        found.append(jax.device_get((state, metrics)))
-    return found
-
-
-GPTS = [
-    ({"tied": True}, 8),
-    ({"scanned": True, "remat": True}, 2),
-    ({"scanned": True, "width": 10}, 8),
-    *(
-        pytest.param(options, num, marks=pytest.mark.slow)
-        for options, num in (
-            *(({"remat": True}, num) for num in (1, 4)),
-            *(({"scanned": True, "remat": True}, num) for num in (1, 4, 8)),
-            ({"scanned": True, "tied": True}, 4),
-            ({"width": 10}, 4),
-        )
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "num"), GPTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
-)
-def test_gpts_train_as_on_one_device(options, num):
-    """Tied embeddings, and widths that the devices do not divide, among them."""
-    train_step = small.shard_train_step(
-        predict_next_step,
-        mesh=small.mesh(data=num),
-        memory=jzero.Memory(
-            optimizer=jzero.HostCPU(threads=2), params=jzero.PinnedHost(device_bytes=20000)
-        ),
-    )
-    state, batches = train_step.init(functools.partial(gpt, options)), token_batches(STEPS)
-    assert early(train_step, state, *batches[0]).buckets
-    expected = gpt_on_one_device(tuple(options.items()))
-    for i, (tokens, wanted) in enumerate(zip(batches, expected, strict=True)):
-        state, metrics = train_step(state, *tokens)
-        found = zoo.to_host((train_step.unshard(state), metrics))
-        zoo.assert_trees_close(found, wanted, zoo.FP32, f"step {i}")
 
 
 @pytest.mark.slow(but=["scanned-replicas"])

@@ -1,9 +1,7 @@
 """The golden net: every row is as stored; `make golden` shows what changed, and `--update` stores it."""
 
 import copy
-import functools
 import importlib.metadata
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -46,52 +44,36 @@ def test_a_row_is_as_stored(theme, name):
     assert verdict is None, f"{verdict.word} ({verdict.why})\n{verdict.diff}\n{HINT}"
 
 
-# Wider floats on the wire or in a sum are not one device's; codes and a late update are not meant to be.
-INEXACT = {"reduce_dtype", "gather_dtype", "accumulate_dtype", "weight_dtype"}
+# Wider floats on the wire or in a sum, and codes, are not one device's.
+INEXACT = {"reduce_dtype", "gather_dtype", "accumulate_dtype"}
 
 
-def trained_rows() -> dict[str, list[golden.Row]]:
-    """By step and dtype, the rows that train as one device does, to rounding."""
-    stored = {theme: golden.read(theme) for theme in golden.themes()}
+def with_options() -> dict[str, list[golden.Row]]:
+    """By step and dtype, the rows of options that train as one device does, to rounding."""
     found: dict[str, list[golden.Row]] = {}
     for row in golden.ROWS.values():
         options = row.options("folder")
         is_late = getattr(options.get("offload"), "delayed_update", False)
-        is_refused = "refused" in stored[row.theme].get(row.name, {})
-        if not (row.evaluates or is_refused or is_late or INEXACT & options.keys()):
+        if row.theme.startswith("options") and not (is_late or INEXACT & options.keys()):
             found.setdefault(f"{row.step}, {row.dtype}", []).append(row)
     return found
 
 
-TRAINED = trained_rows()
-# Those with options; what occurs in one row only, test_zoo.py trains.
-SEVERAL = [key for key, rows in TRAINED.items() if any(x.theme.startswith("options") for x in rows)]
+WITH_OPTIONS = with_options()
 
 
-@pytest.mark.slow(but=SEVERAL)
 @as_stored
-@pytest.mark.parametrize("key", TRAINED)
+@pytest.mark.parametrize("key", WITH_OPTIONS)
 def test_stored_values_are_those_of_one_device(key):
     """A row that is as stored then trains what `jax.jit` trains, whatever its options and mesh."""
-    for row in TRAINED[key]:
+    rows = WITH_OPTIONS[key]
+    family, dtype = zoo.get(rows[0].step), jnp.dtype(rows[0].dtype)
+    alone = zoo.train_alone(family, family.batches(golden.NUM_STEPS, dtype), dtype)
+    trained = {"values": golden.values({"outputs": alone.outputs[-1], "state": alone.state})}
+    for row in rows:
         stored = {"values": golden.read(row.theme)[row.name]["values"]}
-        parts = math.prod(row.axes.values()) * row.options("folder").get("accumulate", 1)
-        verdict = golden.compared(row.name, stored, one_device(row.step, row.dtype, parts))
+        verdict = golden.compared(row.name, stored, trained)
         assert verdict is None, f"{row.theme}: {row.name}\n{verdict.diff}"
-
-
-def one_device(step: str, dtype: str, parts: int) -> golden.Record:
-    """The values that it has of the whole batch; a step with collectives of its own sees its parts."""
-    return _one_device(step, dtype, parts if zoo.get(step).axis_name else 1)
-
-
-@functools.cache
-def _one_device(step: str, dtype: str, parts: int) -> golden.Record:
-    family = zoo.get(step)
-    batches = family.batches(golden.NUM_STEPS, jnp.dtype(dtype))
-    found = zoo.train_alone(family, batches, jnp.dtype(dtype), parts)
-    tree = {"outputs": found.outputs[-1], "state": found.state}
-    return {"values": golden.values(tree, family.rounded_to)}
 
 
 def test_every_stored_text_has_a_row():

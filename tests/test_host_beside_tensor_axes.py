@@ -176,25 +176,6 @@ def test_policies(name):
 
 
 @pytest.mark.slow
-def test_a_delayed_update_is_that_of_data_axes_alone():
-    policy = jzero.HostCPU(delayed_update=True, delay_after=1)
-    found: list[Any] = []
-    for data, model in [(4, 2), (8, 1)]:
-        train_step = sharded(CLIPPED, data, model, offload=policy)
-        state = train_step.shard(new_state(CLIPPED), batches()[0])
-        for batch in batches():
-            state, _ = train_step(state, batch)
-        found.append(zoo.to_host(train_step.flush(state)))
-    first, second = found
-    zoo.assert_trees_close(first, second, zoo.FP32, "state")
-
-
-@pytest.mark.slow
-def test_microbatches():
-    assert_trains(sharded(CLIPPED, 4, 2, accumulate=2), CLIPPED)
-
-
-@pytest.mark.slow
 def test_moments_that_no_axis_of_the_model_cuts():
     """A pattern for parameters alone: moments rest over the data axes, and the host sends whole rows."""
     only_params = {rf"^state\[0\].*'({names})'": spec for names, spec in

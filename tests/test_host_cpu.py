@@ -12,7 +12,7 @@ import parity
 import small
 import test_optimizers
 from optimizers import ENTRIES
-from test_offload import SETTINGS, optimizer_names, step_names
+from test_offload import optimizer_names
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -66,21 +66,9 @@ def test_optimizers_train_as_on_one_device(name: str):
         train(name, 8)
 
 
-def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any) -> None:
+@pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.HostCPU(ratio=0.5, threads=1)], ids=str)
+def test_replicas_in_microbatches(policy: jzero.HostCPU):
+    """Other options are rows of tests/golden."""
+    options = {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2}
     sharded = functools.partial(small.shard_train_step, offload=policy, **options)
-    parity.check(name, axes, sharded, options)
-
-
-@pytest.mark.slow(but=[20])
-@pytest.mark.parametrize(
-    ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
-)
-def test_settings_train_as_on_one_device(axes, options):
-    check("mlp", axes, jzero.HostCPU(), **options)
-    check("mlp", axes, jzero.HostCPU(ratio=0.5, threads=1), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(step_names()))
-def test_steps_train_as_on_one_device(name):
-    check(name, {"data": 4}, jzero.HostCPU())
+    parity.check("mlp", {"node": 2, "local": 2}, sharded, options)

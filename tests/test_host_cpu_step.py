@@ -88,28 +88,6 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched
         assert 2 * NUM_PARAMS <= nbytes * num <= 2 * most
 
 
-@pytest.mark.slow
-def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
-    """They are read by the update, and have no copy on the host."""
-    down, up = watched
-    train_step = on(4)
-    train_step(new_state(), BATCH)
-    assert up["float32"] >= 4 * NUM_PARAMS
-    assert down["float32"] >= 8 * NUM_PARAMS
-    whats = [x.what for x in train_step.describe(new_state(), BATCH).transfers if x.elements > 1]
-    assert sorted(whats) == ["gradient"] * 4 + ["parameter"] * 8
-
-
-@pytest.mark.slow
-def test_what_a_streamed_step_copies():
-    train_step = small.shard_train_step(make_step(), memory=jzero.PinnedHost(10_000))
-    report = train_step.describe(new_state(), BATCH)
-    state_bytes = report.plan.nbytes_at_rest(tier="pinned_host")
-    for direction in ("to host", "to device"):
-        assert sum(x.nbytes for x in report.transfers if x.direction == direction) == state_bytes
-    assert "optimizer state  float32" in str(report)
-
-
 # -- state on the host -----------------------------------------------------------------------------
 
 
@@ -193,20 +171,6 @@ def test_frozen_leaves_are_not_copied(policy, stage):
         state, expected = train_step(state, BATCH), jax.jit(step_fn)(expected, BATCH)
         assert state[0] is base
     assert_same(state, expected)
-
-
-@pytest.mark.slow
-def test_states_in_turn():
-    """Two trainings with one step, as those of a generator and its critic."""
-    train_step, plain = on(4), jax.jit(make_step(ADAMW))
-    states: list[Any] = [new_state(), new_state()]
-    expected: list[Any] = [new_state(), new_state()]
-    for i in range(4):
-        which = i % 2
-        batch = BATCH * (1 + which)
-        states[which], _ = train_step(states[which], batch)
-        expected[which], _ = plain(expected[which], batch)
-    assert_same(states, expected)
 
 
 @pytest.mark.slow
@@ -501,21 +465,6 @@ def test_delayed_states_in_turn(monkeypatch):
         states[which], _ = train_step(states[which], batch)
         loops[which].step(batch, delays=True)
         assert_same(states[which][0], loops[which].params)
-
-
-@pytest.mark.slow
-def test_delayed_with_masters():
-    tx = jzero.master_weights(optax.adam(1e-1))
-    policy = jzero.HostCPU(delayed_update=True, delay_after=1)
-    train_step, loop = on(1, tx, policy), PlainLoop(tx, jnp.bfloat16)
-    state: Any = new_state(tx, jnp.bfloat16)
-    for i, batch in enumerate(batches(5)):
-        state, _ = train_step(state, batch)
-        loop.step(batch, delays=i >= 1)
-        for x, y in zip(state[0], loop.params, strict=True):
-            np.testing.assert_allclose(
-                np.asarray(x, np.float32), np.asarray(y, np.float32), atol=2e-2
-            )
 
 
 @pytest.mark.slow
@@ -820,17 +769,6 @@ def test_an_interrupted_update_consumes_the_state():
     with pytest.raises(jzero.StateError, match="were already donated"):
         train_step(state, BATCH)
     train_step(new_state(ADAMW), BATCH)
-
-
-@pytest.mark.slow
-def test_a_refused_batch_leaves_the_state():
-    train_step = on(4)
-    state, _ = train_step(new_state(ADAMW), BATCH)
-    with pytest.raises(TypeError, match="dot_general"):
-        train_step(state, BATCH[:, :63])
-    with pytest.raises(jzero.BatchError, match="x is a str"):
-        train_step(state, "train")
-    train_step(state, BATCH)
 
 
 # -- settings that cannot be obeyed ----------------------------------------------------------------

@@ -34,25 +34,6 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"axes": {"node": 2, "local": 4}},
-        {"axes": {"node": 2, "local": 2}, "param_axes": "local", "optimizer_axes": "local"},
-        {"accumulate_dtype": jnp.float32, "reduce": "once"},
-        {"full": "head"},
-        {"min_shard_bytes": 2**10},
-        {"device_bytes": 2**20},
-        {"device_bytes": 4680},
-    ],
-    ids=str,
-)
-@SCAN
-def test_with_other_options(options, scan):
-    model.check(scan, **{"accumulate": 2, "layer_major": True} | options)
-
-
 PLAIN_ADAM = optax.adamw(1e-2, eps=1e-3)
 ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}

@@ -92,29 +92,6 @@ def test_it_trains_as_one_device(name, options):
     train(MADE[name](), accumulate=2, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2, 4])
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_on_fewer_devices(num, accumulate):
-    train(steps.gpt(), mesh=small.mesh(data=num), accumulate=accumulate)
-    train(steps.clip(), mesh=small.mesh(data=num), accumulate=accumulate)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [16, 13, 5])
-def test_rows_that_the_microbatches_do_not_divide(rows):
-    init, step, _ = steps.mlp(16)
-    batch = {"x": steps.rows(rows, 32), "y": steps.rows(rows, 10)}
-    train((init, step, batch), mesh=small.mesh(data=4), accumulate=3)
-
-
-@pytest.mark.slow
-def test_two_axes_and_parameters_sharded_over_one_of_them():
-    axes = small.mesh(node=2, local=4)
-    for options in ({}, {"param_axes": "local"}, {"param_axes": "local", "reduce": "once"}):
-        train(steps.gpt(), mesh=axes, accumulate=2, **options)
-
-
 def mean_of_rows(batch_loss):
     """What minimises a loss of `(params, rows)` that also returns metrics."""
 

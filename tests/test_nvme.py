@@ -1,7 +1,6 @@
 """Optimizer state in files, updated tile by tile: the same training, on 1 to 8 devices, at every stage."""
 
 import copy
-import functools
 import pickle
 import tracemalloc
 from collections.abc import Collection, Iterable, Iterator
@@ -16,7 +15,6 @@ import pytest
 
 import jzero
 import optimizers
-import parity
 import small
 import test_offload_params as infinity
 import test_optimizers
@@ -25,14 +23,13 @@ from jzero.checkpoint import _writing
 from jzero.offload.nvme._aligned import pages
 from optimizers import ENTRIES
 from test_host_cpu import NEEDS_OTHER_DEVICES, ROUNDED, rounded
-from test_offload import BATCH, SETTINGS, TX, make_step, new_state, optimizer_names, step_names
+from test_offload import BATCH, TX, make_step, new_state, optimizer_names
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
 HOST_BYTES = 2**16  # tiles of 4 KiB
 NOT_ELEMENTWISE = NEEDS_OTHER_DEVICES | {"split_real_and_imaginary"}
-STEPS_BY_DEFAULT = {"mixed_bf16", "ema", "microbatch_scan", "cond_on_gradients"}
 
 
 def on_disk(folder: Any, **options: Any) -> jzero.NVMe:
@@ -60,33 +57,6 @@ def some(names: Iterable[Any], by_default: Collection[str]) -> Iterator[Any]:
 
 
 # -- the same training -----------------------------------------------------------------------------
-
-
-def settings() -> Iterator[Any]:
-    """Of plain ones, some of each stage and number of devices."""
-    by_default = [(1, 3), (2, 1), (4, 2), (8, 0), (8, 1), (8, 3)]
-    for axes, options in SETTINGS:
-        plain = options.keys() == {"stage"}
-        marks = (
-            () if not plain or (axes["data"], options["stage"]) in by_default else pytest.mark.slow
-        )
-        named = "-".join(f"{name}={x}" for name, x in (*axes.items(), *options.items()))
-        yield pytest.param(axes, options, marks=marks, id=named)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "options"), list(settings()))
-def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
-    sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
-    parity.check("mlp", axes, sharded, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
-def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
-    parity.check(
-        name, {"data": 4}, functools.partial(small.shard_train_step, memory=on_disk(tmp_path))
-    )
 
 
 @pytest.mark.slow
@@ -132,15 +102,6 @@ def test_it_is_the_update_of_the_host_to_the_bit(
     disk = [path.stat().st_size for path in tmp_path.rglob("*.tiles")]
     assert len(disk) == num
     assert sum(disk) >= 2 * sum(leaf.nbytes for leaf in in_files(state))
-
-
-@pytest.mark.slow
-def test_activations_wait_on_the_host_too(tmp_path: Path):
-    sharded = functools.partial(
-        small.shard_train_step,
-        memory=jzero.Memory(optimizer=on_disk(tmp_path), activations=jzero.PinnedHost()),
-    )
-    parity.check("transformer_scan_remat", {"data": 4}, sharded)
 
 
 PARAMS = jzero.PinnedHost(device_bytes=2**14)

@@ -21,7 +21,6 @@ from jzero.offload.memory._pinned_pool import PinnedPool
 from small import grouped
 from test_nvme import in_files
 from test_nvme_faults import end_of_process
-from test_offload import step_names
 from test_offload_params import CLIPPED, WIDTH, batch, make_step, new_state, one_device
 
 pytest.importorskip("llvmlite")
@@ -376,17 +375,8 @@ def test_nested_loops_read_their_layers_in_each_iteration(
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
-ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
-
-
 @pytest.mark.slow(but=["mixed_bf16"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ZOO else pytest.mark.slow)
-        for name in sorted({*zoo.CORE} & {*(x.values[0] for x in step_names())})
-    ],
-)
+@pytest.mark.parametrize("name", ["mixed_bf16", "transformer_scan_remat", "cond_on_gradients"])
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     def shard(step: Any, mesh: Any, **options: Any) -> Any:
         bounds = {"device_bytes": 2**24, "host_bytes": 2**24}

@@ -1,6 +1,5 @@
 """Optimizer state in the hosts' memory: the same training, in buckets that fit on the devices."""
 
-import functools
 import re
 from typing import Any
 
@@ -13,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import optimizers
-import parity
 import small
 import test_optimizers
-import zoo
 from jzero._quantities import readable_bytes
 from jzero.offload.execute import _stream
 from jzero.sharding.analysis import _traffic
@@ -29,12 +26,6 @@ NOTHING_TO_OFFLOAD = {
     "sgd", "sign_sgd", "fromage", "noisy_sgd", "polyak_sgd", "polyak_sgd(large)",
     "keep_params_nonnegative", "reduce_on_plateau", "scale_by_backtracking_linesearch",
 }  # fmt: skip
-STEPS_BY_DEFAULT = {
-    "transformer_scan_remat", "mixed_bf16", "pmap_style", "dropout_key_in_state", "nnx_mutating",
-    "cond_on_gradients", "while_in_update",
-}  # fmt: skip
-UPDATED_AT_ONCE = {"cond_on_gradients"}  # One equation updates all leaves.
-ZOO_NOTHING = {"inner_steps", "evaluate_after_update"}
 BY_DEFAULT = {
     "adafactor", "adamw", "lamb", "mechanize", "muon", "MultiSteps(skip_not_finite)", "flatten",
     "lookahead",
@@ -108,53 +99,6 @@ def test_nothing_to_update_is_said(policy: Any):
         train_step.plan(state, BATCH)
 
 
-SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    *(({"data": num}, dict(stage=stage)) for num in (1, 2, 4, 8) for stage in (0, 1, 2, 3)),
-    ({"data": 2}, dict(stage=3, accumulate=4)),
-    ({"data": 4}, dict(stage=1, accumulate=2)),
-    ({"data": 4}, dict(stage=3, accumulate=2, reduce="once", gather="once_per_step")),
-    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local")),
-    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local", optimizer_axes="local", accumulate=2)),
-    ({"data": 4}, dict(stage=3, full="", prefetch_bytes=0)),
-    ({"data": 4}, dict(stage=2, reduce_dtype=jnp.float32, accumulate=2)),
-]  # fmt: skip
-
-
-def step_names():
-    for name in zoo.CORE:
-        marks = () if name in STEPS_BY_DEFAULT else pytest.mark.slow
-        if name not in {*ZOO_NOTHING, "mlp"}:
-            yield pytest.param(name, marks=marks)
-
-
-def check(name, axes, **options):
-    entry = zoo.get(name)
-    arguments = parity.new_state(name), *entry.batches(1)[0]
-    mesh = jax.make_mesh(
-        tuple(axes.values()), tuple(axes), devices=jax.devices()[: parity.num_devices(axes)]
-    )
-    policy = least_room(entry.step, arguments, 150, mesh=mesh, **entry.options, **options)
-    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
-    plan = sharded(entry.step, mesh=mesh, **entry.options).plan(*arguments)
-    assert sum(bucket.parts for bucket in plan.buckets) > (name not in UPDATED_AT_ONCE)
-    assert max(bucket.nbytes_at_once for bucket in plan.buckets) <= plan.device_bytes
-    parity.check(name, axes, sharded, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
-)
-def test_settings_train_as_on_one_device(axes, options):
-    check("mlp", axes, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(step_names()))
-def test_steps_train_as_on_one_device(name):
-    check(name, {"data": 4}, stage=3)
-
-
 def assert_same(found: Any, expected: Any) -> None:
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
@@ -221,14 +165,6 @@ def test_the_cut_of_adam():
     assert set(types(last.reads)) == {"float32[]"}
 
 
-@pytest.mark.slow
-def test_low_precision_gradients_cross_as_they_are():
-    tx = jzero.master_weights(optax.adam(1e-2))
-    grad, buckets = parts_of(on(4, 2**20, tx), new_state(tx, jnp.bfloat16), BATCH)
-    large = [t for t in types(grad.gives) if not t.endswith("[]")]
-    assert large == sorted(f"bfloat16{list(shape)}" for shape in SHAPES)
-
-
 @pytest.mark.parametrize(("num", "device_bytes"), [(1, 3000), (8, 1230), (8, 2**20)])
 def test_buckets_are_bounded_and_renew_every_leaf_once(num, device_bytes):
     train_step = on(num, device_bytes)
@@ -273,18 +209,6 @@ def test_plan_report_and_fingerprint():
         assert report.elements(op) == without.elements(op)
 
 
-@pytest.mark.slow
-def test_plan_without_devices():
-    mesh = jax.sharding.AbstractMesh((512,), ("data",))
-    train_step = small.shard_train_step(make_step(), mesh=mesh, memory=jzero.PinnedHost(450))
-    state = jax.eval_shape(new_state)
-    report = train_step.describe(state, jax.ShapeDtypeStruct((512, 64), jnp.float32))
-    assert max(bucket.nbytes_at_once for bucket in report.plan.buckets) <= 450
-    assert {s.memory_kind for s in jax.tree.leaves(train_step.state_shardings(state))} == {
-        None, "pinned_host"
-    }  # fmt: skip
-
-
 def test_what_reads_the_batch_stays():
     """A moment that the forward-backward program reads: the loss is weighed by it."""
 
@@ -325,17 +249,6 @@ def test_state_is_placed_and_consumed():
     }
     with pytest.raises(jzero.StateError, match="already donated"):
         train_step(state, BATCH)
-
-
-@pytest.mark.slow
-def test_a_refused_batch_leaves_the_state():
-    train_step = on(8, 1230)
-    state, _ = train_step(new_state(), BATCH)
-    with pytest.raises(TypeError, match="dot_general"):
-        train_step(state, BATCH[:, :63])
-    with pytest.raises(jzero.BatchError, match="x is a str"):
-        train_step(state, "train")
-    train_step(state, BATCH)
 
 
 @pytest.mark.slow

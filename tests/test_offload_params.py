@@ -109,16 +109,6 @@ def check(scan, clipped=True, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2, 4, 8])
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
-def test_it_trains_what_one_device_trains(scan, update, num):
-    _, state = check(scan, axes={"data": num}, offload=UPDATES[update])
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state["params"]) if x.nbytes >= 1024}
-    assert kinds == {"pinned_host"}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.CORE)
 def test_the_zoo_with_the_smallest_window(name):
     check_with_the_smallest_window(name)
@@ -361,12 +351,6 @@ def test_iterations_gather_ahead_where_two_have_room():
 
 
 @pytest.mark.slow
-def test_one_device_gathers_nothing_ahead():
-    train_step, state = sharded(True, CLIPPED, axes={"data": 1})
-    assert [loop.body.gathered for loop in loops_of(train_step, state, batch(0))] == [(), ()]
-
-
-@pytest.mark.slow
 def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
     """Shards, and what the devices have of them whole: of two iterations, and no more."""
     room = two_iterations()
@@ -451,25 +435,6 @@ def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
         if kind != "unread"
     ]
     assert kept == [(ROWS // 8, WIDTH)]
-
-
-@pytest.mark.slow
-def test_describe_counts_what_crosses():
-    train_step, state = sharded(True, CLIPPED, offload=jzero.HostCPU())
-    report = train_step.describe(state, batch(0))
-    layers = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH) // 8
-    head = WIDTH * WIDTH // 8
-    moved = {
-        direction: sum(
-            x.elements for x in report.transfers if x.direction == direction and x.elements > 1
-        )
-        for direction in ("to device", "to host")
-    }
-    # The head's backward pass follows its forward pass, in one part.
-    assert moved == {"to device": 2 * layers + head, "to host": layers + head}
-    text = " ".join(str(report).split())
-    assert "4 of 8 leaves are stored in pinned_host memory" in text
-    assert "of parameters" in text
 
 
 @pytest.mark.slow

@@ -58,30 +58,6 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [16, 13, 3])
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"data": 8}, {}),
-        ({"data": 8}, {"stage": 0}),
-        ({"data": 8}, {"stage": 1}),
-        ({"data": 8}, {"stage": 2, "donate": False}),
-        ({"node": 2, "local": 4}, {}),
-        ({"node": 2, "local": 4}, {"param_axes": "local"}),
-        ({"data": 8, "one": 1}, {}),
-    ],
-)
-def test_it_trains_as_one_device(axes, options, rows):
-    train_step = small.shard_train_step(step_fn, mesh=small.mesh(**axes), **options)
-    expected = state = state_of()
-    for batch in batches(rows):
-        expected, wanted = jax.jit(step_fn)(expected, batch)
-        state, found = train_step(state, batch)
-        assert_close(found, wanted)
-    assert_close(train_step.unshard(state), expected)
-
-
 def equation_of(train_step, *args):
     """The one equation of a step on whole arrays, and its program."""
     program = train_step._programs.of(train_step._programs.bind(args, {}))
@@ -204,21 +180,6 @@ def test_a_matrix_that_every_device_updates():
     found = train_step(w, batch)
     assert [each.why != "" for each in train_step.plan(w, batch).owned] == [True]
     assert_close(train_step.unshard(found), jax.jit(step)(w, batch))
-
-
-@pytest.mark.slow
-def test_layers_behind_barriers_of_the_step():
-    """`jax.checkpoint` as it is by default puts one around a layer's parameters and what it reads."""
-
-    def step(ws, batch):
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-        loss = lambda ws: jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), batch, ws)[0])  # noqa: E731
-        return ws - 0.1 * jax.grad(loss)(ws)
-
-    ws, batch = jnp.stack([state_of(16)[0]["a"]] * 3), batches()[0]
-    train_step = small.shard_train_step(step)
-    found = train_step(ws, batch)
-    assert_close(train_step.unshard(found), jax.jit(step)(ws, batch))
 
 
 @pytest.mark.slow

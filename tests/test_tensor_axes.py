@@ -125,18 +125,6 @@ def test_leaves_rest_over_both_axes(stage):
 
 
 @pytest.mark.slow
-def test_a_step_returns_the_layout_that_it_takes():
-    train_step = sharded(3)
-    state = train_step.init(init)
-    shardings = train_step.state_shardings(state, batches()[0])
-    state, _ = train_step(state, batches()[0])
-    same = jax.tree.map(
-        lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, shardings
-    )
-    assert all(jax.tree.leaves(same))
-
-
-@pytest.mark.slow
 def test_collectives_are_those_of_both_axes_and_no_more():
     """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)

@@ -193,44 +193,6 @@ def test_steps_train_as_on_one_device(name, mesh):
     check(name, mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["scanned remat", "einsums", "tied"])
-@pytest.mark.parametrize("tile_bytes", [1, 500, 4000, 2**28])
-def test_tiles_of_any_size(name, tile_bytes):
-    check(name, "4", tile_bytes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"offload": jzero.PinnedHost()}, {"offload_params": jzero.PinnedHost(device_bytes=2**20)}],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["unrolled", "scanned remat", "half"])
-def test_state_on_the_host_trains_as_on_one_device(name, options):
-    """Other options are pairs in test_options.py."""
-    check(name, "4", **options)
-
-
-@pytest.mark.slow
-def test_an_update_on_the_host():
-    pytest.importorskip("llvmlite")
-    for name in ("half", "scanned remat"):
-        check(name, "4", offload=jzero.HostCPU(), accumulate=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_one_device_gathers_nothing(name):
-    """And trains the same."""
-    step, (state, rows) = step_of(LOSSES[name][0]), (new_state(name), rows_of(name)[0])
-    train_step = small.shard_train_step(step, mesh=mesh_of("1"), comm=jzero.Comm(tile_bytes=TILE))
-    assert train_step.describe(state, rows).traffic == ()
-    placed = train_step.shard(jax.tree.map(jnp.array, state), rows)
-    actual, expected = train_step(placed, rows), jax.jit(step)(state, rows)
-    assert all(map(jnp.allclose, *map(jax.tree.leaves, (actual, expected))))
-
-
 def test_what_a_step_has_updated_is_gathered_in_tiles_and_rows_are_not():
     """Two updates in one step; the second loss couples rows, which are more than a tile, too."""
 
@@ -528,14 +490,6 @@ def test_the_line_of_what_is_not_cut():
     (gathered, _) = described("tied", TILE).untiled
     assert "test_tiles.py" in gathered.where
     assert "(tied)" in gathered.where
-
-
-@pytest.mark.slow
-def test_without_the_option_nothing_is_said():
-    report = described("tied", None)
-    assert report.untiled == ()
-    assert "tiles:" not in str(report)
-    assert report.to_dict()["tile_bytes"] is None
 
 
 def test_a_tensor_axis():

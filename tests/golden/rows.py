@@ -222,7 +222,28 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
             SCANNED, FOUR,
             _given(accumulate=2, layer_major=True,
                    offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "parameters of replicas": (
+            SCANNED, TWO_BY_FOUR,
+            _given(param_axes="local", optimizer_axes="local",
+                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "parameters, tiles": (
+            SCANNED, FOUR,
+            _given(tile_bytes=2048, offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "optimizer state of replicas, microbatches": (
+            SCANNED, TWO_BY_FOUR,
+            _given(param_axes="local", optimizer_axes="local", accumulate=2,
+                   offload=jzero.PinnedHost(device_bytes=8192))),
         "activations": (SCANNED, FOUR, _given(offload_activations=jzero.PinnedHost())),
+        "activations, unrolled, stage 1": (
+            UNROLLED, FOUR, _given(stage=1, offload_activations=jzero.PinnedHost())),
+        "activations, microbatches": (
+            SCANNED, FOUR, _given(accumulate=2, offload_activations=jzero.PinnedHost())),
+        "activations and parameters": (
+            SCANNED, FOUR, _given(offload_activations=jzero.PinnedHost(),
+                                  offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "activations and parameters, unrolled": (
+            UNROLLED, FOUR, _given(offload_activations=jzero.PinnedHost(),
+                                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
     },
     "options_host": {
         "HostCPU": (SCANNED, EIGHT, _given(offload=jzero.HostCPU(threads=1))),
@@ -234,13 +255,25 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
             _given(offload=jzero.HostCPU(threads=1, delayed_update=True, delay_after=0))),
         "HostCPU, microbatches": (
             SCANNED, FOUR, _given(accumulate=2, offload=jzero.HostCPU(threads=1))),
+        "HostCPU of replicas": (
+            SCANNED, TWO_BY_FOUR,
+            _given(param_axes="local", optimizer_axes="local", offload=jzero.HostCPU(threads=1))),
+        "HostCPU, tiles, microbatches": (
+            SCANNED, FOUR,
+            _given(tile_bytes=2048, accumulate=2, offload=jzero.HostCPU(threads=1))),
         "HostCPU, parameters pinned": (
             SCANNED, FOUR, _given(offload=jzero.HostCPU(threads=1),
                                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
         "HostCPU, parameters pinned, layer_major": (
             SCANNED, FOUR, _given(offload=jzero.HostCPU(threads=1), accumulate=2, layer_major=True,
                                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "HostCPU, parameters and activations pinned, layer_major": (
+            UNROLLED, FOUR, _given(offload=jzero.HostCPU(threads=1), accumulate=2, layer_major=True,
+                                   offload_activations=jzero.PinnedHost(),
+                                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
         "NVMe": (SCANNED, FOUR, _in_files()),
+        "NVMe of replicas": (
+            SCANNED, TWO_BY_FOUR, _in_files(param_axes="local", optimizer_axes="local")),
         "NVMe, unrolled, stage 1": (UNROLLED, FOUR, _in_files(stage=1)),
         "NVMe, microbatches": (SCANNED, FOUR, _in_files(accumulate=2)),
         "NVMe, parameters": (SCANNED, FOUR, _in_files(device_bytes=2**16)),
@@ -326,6 +359,22 @@ def _of_models() -> list[Row]:
         "auto_specs": {"auto_specs": _COLUMNS},
         "auto_specs, stage 1": {"auto_specs": _COLUMNS, "stage": 1},
         "auto_specs, microbatches": {"auto_specs": _COLUMNS, "accumulate": 2},
+        "auto_specs, pinned": {
+            "auto_specs": _COLUMNS,
+            "offload": jzero.PinnedHost(device_bytes=4096),
+        },
+        "auto_specs, HostCPU, stage 1": {
+            "auto_specs": _COLUMNS,
+            "stage": 1,
+            "offload": jzero.HostCPU(threads=1),
+        },
+        "auto_specs, HostCPU, parameters pinned, layer_major": {
+            "auto_specs": _COLUMNS,
+            "offload": jzero.HostCPU(threads=1),
+            "accumulate": 2,
+            "layer_major": True,
+            "offload_params": jzero.PinnedHost(device_bytes=2**16),
+        },
     }
     return [
         Row(theme="options_model_axis", name=name, step=SCANNED, axes=FOUR, model=2,
