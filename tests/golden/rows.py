@@ -280,66 +280,6 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "NVMe, parameters, unrolled": (UNROLLED, FOUR, _in_files(device_bytes=2**16)),
         "NVMe, gradients": (SCANNED, FOUR, _in_files(device_bytes=2**16, gradients=True)),
     },
-    "refusals": {
-        "stage 4": (SCANNED, FOUR, _given(stage=4)),
-        "accumulate 0": (SCANNED, FOUR, _given(accumulate=0)),
-        "reduce each at stage 1": (SCANNED, FOUR, _given(stage=1, accumulate=2, reduce="each")),
-        "reduce once at stage 2": (SCANNED, FOUR, _given(stage=2, accumulate=2, reduce="once")),
-        "accumulate_dtype alone": (SCANNED, FOUR, _given(accumulate_dtype=jnp.float32)),
-        "accumulate_dtype of integers": (
-            SCANNED, FOUR, _given(accumulate=2, accumulate_dtype=jnp.int32)),
-        "gather at stage 1": (SCANNED, FOUR, _given(stage=1, gather="keep")),
-        "gather sometimes": (SCANNED, FOUR, _given(gather="sometimes")),
-        "prefetch at stage 1": (SCANNED, FOUR, _given(stage=1, prefetch_bytes=0)),
-        "codes at stage 0": (SCANNED, FOUR, _given(stage=0, gather_dtype=jnp.int8)),
-        "codes of 16 bits": (SCANNED, FOUR, _given(gather_dtype=jnp.bfloat16)),
-        "codes of an axis that is not there": (
-            SCANNED, FOUR, _given(reduce_dtype={"node": jnp.int8})),
-        "tiles kept": (SCANNED, FOUR, _given(gather="keep", tile_bytes=2048)),
-        "param_axes at stage 1": (SCANNED, TWO_BY_FOUR, _given(stage=1, param_axes="local")),
-        "param_axes that are not there": (SCANNED, FOUR, _given(param_axes="local")),
-        "axis_names that are not there": (SCANNED, FOUR, _given(axis_names="rows")),
-        "full is no expression": (SCANNED, FOUR, _given(full="(")),
-        "auto_specs of a data axis": (
-            SCANNED, FOUR, _given(auto_specs={"embed": PartitionSpec("data")})),
-        "device_bytes that hold no layer": (
-            SCANNED, FOUR, _given(offload_params=jzero.PinnedHost(device_bytes=100))),
-        "offload is a word": (SCANNED, FOUR, _given(offload="cpu")),
-        "donate with HostCPU": (
-            SCANNED, FOUR, _given(donate=False, offload=jzero.HostCPU(threads=1))),
-        "layer_major alone": (SCANNED, FOUR, _given(layer_major=True)),
-        "layer_major without accumulate": (
-            SCANNED, FOUR,
-            _given(layer_major=True, offload_params=jzero.PinnedHost(device_bytes=2**16))),
-        "layer_major reduced each": (
-            SCANNED, FOUR,
-            _given(accumulate=2, layer_major=True, reduce="each",
-                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
-        "layer_major is a word": (SCANNED, FOUR, _given(layer_major="yes")),
-        "reduce sometimes": (SCANNED, FOUR, _given(accumulate=2, reduce="sometimes")),
-        "codes of gradients at stage 0": (SCANNED, FOUR, _given(stage=0, reduce_dtype=jnp.int8)),
-        "tiles at stage 0": (SCANNED, FOUR, _given(stage=0, tile_bytes=2048)),
-        "prefetch of pinned parameters": (
-            SCANNED, FOUR,
-            _given(prefetch_bytes=0, offload_params=jzero.PinnedHost(device_bytes=2**16))),
-        "pinned parameters kept": (
-            SCANNED, FOUR,
-            _given(gather="keep", offload_params=jzero.PinnedHost(device_bytes=2**16))),
-        "full at stage 1": (SCANNED, FOUR, _given(stage=1, full="embed")),
-        "full that matches nothing": (SCANNED, FOUR, _given(full="nothing")),
-        "optimizer_axes at stage 0": (
-            SCANNED, TWO_BY_FOUR, _given(stage=0, optimizer_axes="local")),
-        "activations are a word": (SCANNED, FOUR, _given(offload_activations="host")),
-        "activations in few bytes": (
-            SCANNED, FOUR, _given(offload_activations=jzero.PinnedHost(device_bytes=8192))),
-        "donate is a word": (SCANNED, FOUR, _given(donate="no")),
-        "files of float64": (SCANNED, FOUR, _in_files()),
-        "activations on HostCPU": (
-            SCANNED, FOUR, _given(offload_activations=jzero.HostCPU(threads=1))),
-        "more gathered than allowed": ("median_of_the_losses", EIGHT, _given(max_gather_bytes=8)),
-        "static argument that is not there": (SCANNED, FOUR, _given(static_argnames="train")),
-        "state that is not there": (SCANNED, FOUR, _given(state_argnums=7)),
-    },
 }  # fmt: skip
 
 
