@@ -27,6 +27,7 @@ from test_speculative_updates import (
     OPTIMIZERS,
     PATTERNS,
     SMALL,
+    assert_same_bits,
     expected_to_begin,
 )
 
@@ -85,21 +86,14 @@ def step_of(scan: bool, tx: Any, num: int, folder: Any, **options: Any) -> Any:
     )
 
 
-def trained(
-    scan: bool, tx: Any, scales: Any, num: int, folder: Any, **options: Any
-) -> tuple[Any, Any]:
-    train_step = step_of(scan, tx, num, folder, **options)
+def trained(train_step: Any, scan: bool, tx: Any, scales: Any) -> tuple[Any, Any]:
+    """A new state's values and the metrics after each step, and the state at the end."""
     state = train_step.shard(new_state(scan, LAYERS, tx), batch(0))
-    plan, found = early(train_step, state), []
+    found = []
     for i, scale in enumerate(scales):
         state, metrics = train_step(state, batch(i) * scale)
         found.append(zoo.to_host((state, metrics)))
-    return found, plan
-
-
-def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.tobytes() == b.tobytes(), where
+    return found, state
 
 
 def check_same_bits(
@@ -109,13 +103,15 @@ def check_same_bits(
     tx = OPTIMIZERS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileUpdates, "begins_early", False)
-        expected, plan = trained(scan, tx, scales, num, folder / "waits", **options)
-        assert not plan.buckets
+        waits = step_of(scan, tx, num, folder / "waits", **options)
+        expected, state = trained(waits, scan, tx, scales)
+        assert not early(waits, state).buckets
         assert not seen.steps
-    found, plan = trained(scan, tx, scales, num, folder / "early", **options)
-    assert all(bucket.assumption for bucket in plan.buckets)
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        assert_same_bits(x, y, f"step {i}")
+    train_step = step_of(scan, tx, num, folder / "early", **options)
+    found, state = trained(train_step, scan, tx, scales)
+    assert all(bucket.assumption for bucket in early(train_step, state).buckets)
+    for i, pair in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(*pair, f"step {i}")
     begin, undone = expected_to_begin(name, scales)
     assert seen.begun == begin
     assert seen.kept == [a and not b for a, b in zip(begin, undone, strict=True)]
@@ -153,23 +149,15 @@ def test_other_models_have_the_same_bits(
 
 def test_without_a_clip_every_step_but_the_first_begins_early(seen: Seen, tmp_path: Any):
     """And keeps what it has begun; how much that is, `experiments/offload/early` measures."""
-    found, plan = trained(True, optax.adam(1e-3), [SMALL] * 3, 2, tmp_path)
-    assert not any(bucket.assumption for bucket in plan.buckets)
+    tx = optax.adam(1e-3)
+    train_step = step_of(True, tx, 2, tmp_path)
+    found, state = trained(train_step, True, tx, [SMALL] * 3)
+    assert not any(bucket.assumption for bucket in early(train_step, state).buckets)
     assert seen.begun == [False, True, True]
     assert seen.kept == seen.begun
     assert len({num for _, _, num in seen.steps}) == 1  # Each tile is written once.
-    other = jzero.shard_train_step(
-        make_step(True, optax.adam(1e-3)), mesh=small.mesh(data=2),
-        axes=jzero.Axes(min_shard_bytes=0), memory=jzero.Memory(
-            params=jzero.PinnedHost(device_bytes=2**14), optimizer=jzero.HostCPU()),
-    )  # fmt: skip
-    state = other.shard(new_state(True, LAYERS, optax.adam(1e-3)), batch(0))
-    for i in range(3):
-        state, _ = other(state, batch(i) * SMALL)
-    for a, b in zip(
-        jax.tree.leaves(zoo.to_host(state)), jax.tree.leaves(found[-1][0]), strict=True
-    ):
-        assert a.tobytes() == b.tobytes()
+    in_memory = step_of(True, tx, 2, tmp_path, **PINNED, offload=jzero.HostCPU())
+    assert_same_bits(trained(in_memory, True, tx, [SMALL] * 3)[0], found)
 
 
 @pytest.mark.parametrize("options", [{"in_place": True}, {"gradients": True}], ids=str)
@@ -197,36 +185,38 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def in_files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return step_of(True, OPTIMIZERS["adamw"], 2, tmp_path_factory.mktemp("adamw"))
+
+
+@pytest.fixture(scope="module")
+def in_pinned_memory(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return step_of(True, OPTIMIZERS["adamw"], 2, tmp_path_factory.mktemp("pinned"), **PINNED)
+
+
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_failed_step_leaves_the_state_as_it_was(what: str, tmp_path: Any):
+def test_a_failed_step_leaves_the_state_as_it_was(what: str, in_files: Any):
     """And can be run again, with the bits that it has where nothing fails."""
     # What fails of an update on a wrong assumption is no failure: it is made again.
     last = SMALL if "early tile" in what else LARGE
     tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, last]
-    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole")
-    train_step = step_of(True, tx, 2, tmp_path / "fails")
-    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
-    for i, scale in enumerate(scales[:2]):
-        state, _ = train_step(state, batch(i) * scale)
-    before = zoo.to_host(state)
+    expected, _ = trained(in_files, True, tx, scales)
+    found, state = trained(in_files, True, tx, scales[:2])
     with failing(*FAULTS[what]) as calls, pytest.raises(Stop):
-        train_step(state, batch(2) * last)
+        in_files(state, batch(2) * last)
     assert next(calls) > FAULTS[what][2]
-    assert_same_bits(zoo.to_host(state), before)
-    found = zoo.to_host(train_step(state, batch(2) * last))
-    assert_same_bits(found, expected[-1])
+    assert_same_bits(zoo.to_host(state), found[-1][0])
+    assert_same_bits(zoo.to_host(in_files(state, batch(2) * last)), expected[-1])
     assert threading.active_count() < 40
 
 
 @pytest.mark.parametrize("what", ["a layer, when tiles are written", "the other tiles"])
-def test_parameters_in_pinned_memory_are_lost_by_name(what: str, tmp_path: Any):
+def test_parameters_in_pinned_memory_are_lost_by_name(what: str, in_pinned_memory: Any):
     """They are updated in their place; the files have the old version, and the next state trains as ever."""
-    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
-    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole", **PINNED)
-    train_step = step_of(True, tx, 2, tmp_path / "fails", **PINNED)
-    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
-    for i, scale in enumerate(scales[:2]):
-        state, _ = train_step(state, batch(i) * scale)
+    tx, scales, train_step = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE], in_pinned_memory
+    expected, _ = trained(train_step, True, tx, scales)
+    _, state = trained(train_step, True, tx, scales[:2])
     with failing(*FAULTS[what]), pytest.raises(Stop):
         train_step(state, batch(2) * LARGE)
     assert any(x.is_deleted() for x in jax.tree.leaves(state["params"]))
@@ -234,11 +224,7 @@ def test_parameters_in_pinned_memory_are_lost_by_name(what: str, tmp_path: Any):
         train_step(state, batch(2) * LARGE)
     del state
     gc.collect()
-    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
-    for i, scale in enumerate(scales):
-        state, metrics = train_step(state, batch(i) * scale)
-    found = zoo.to_host((state, metrics))
-    assert_same_bits(found, expected[-1])
+    assert_same_bits(trained(train_step, True, tx, scales)[0], expected)
 
 
 def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
@@ -268,11 +254,9 @@ def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     """A state that it shards would be written through them, and steps came out with wrong bits."""
     tx, scales = OPTIMIZERS["momentum"], [SMALL] * 3
-    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole")
-    train_step = step_of(True, tx, 2, tmp_path / "interrupted")
-    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
-    for i in range(2):
-        state, _ = train_step(state, batch(i) * SMALL)
+    train_step = step_of(True, tx, 2, tmp_path)
+    expected, _ = trained(train_step, True, tx, scales)
+    _, state = trained(train_step, True, tx, scales[:2])
     begin, errors = FileRun.begin, list[str]()
 
     def interrupted(run: Any, *args: Any) -> Any:

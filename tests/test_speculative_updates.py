@@ -1,5 +1,6 @@
 """Updates that begin before the norm is known: the same bits as if they had waited, whatever a clip does."""
 
+import functools
 import itertools
 import math
 
@@ -11,11 +12,11 @@ import pytest
 
 import jzero
 import zoo
-from host_updates import compiler  # noqa: F401
-from jzero.offload._assumptions import Assumption
+from jzero.offload._assumptions import Assumption, History
 from jzero.offload._host_updates import HostUpdates
 from jzero.offload._memory_run import MemoryRun
 from jzero.offload.execute._executor import Execution
+from jzero.offload.kernels import _machine
 from jzero.offload.kernels._host_update import HostUpdate
 from test_early_updates import check_lost, early, failing_at, log, sharded, updates_of  # noqa: F401
 from test_offload_params import batch, new_state
@@ -46,7 +47,15 @@ def skips_bad_steps(tx):
     return optax.GradientTransformationExtraArgs(tx.init, lambda g, s, p=None, **_: update(g, s, p))
 
 
-OPTIMIZERS = {
+def multiplied(tx):
+    def update(grads, state, params=None):
+        scale = jnp.minimum(1.0, LIMIT / optax.tree.norm(grads))
+        return tx.update(jax.tree.map(lambda g: g * scale, grads), state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+CLIPPED = {
     "adam": clipped(optax.adam(SCHEDULE)),
     "adamw": clipped(ADAM),
     "lion": clipped(optax.lion(SCHEDULE)),
@@ -55,6 +64,7 @@ OPTIMIZERS = {
     "skips": skips_bad_steps(ADAM),
     "clips and skips": skips_bad_steps(clipped(ADAM)),
 }
+OPTIMIZERS = {**CLIPPED, "multiplied": multiplied(ADAM)}
 # Of each step: small gradients, ones that are clipped, none at all, ones that are not finite.
 SMALL, LARGE, ZERO, BAD = 0.02, 50.0, 0.0, math.inf
 PATTERNS = {
@@ -109,39 +119,55 @@ def seen(monkeypatch):
     return Seen(monkeypatch)
 
 
-def trained(scan, tx, pattern, num, in_bfloat16=False, **options):
-    """The state and the metrics of every step, and the plan of its updates."""
-    train_step, state = sharded(scan, tx, {"data": num}, **options)
-    if in_bfloat16:
-        state = train_step.init(lambda: bfloat16_state(scan, tx))
-    found = []
-    for i, scale in enumerate(pattern):
-        state, metrics = train_step(state, batch(i) * scale)
-        found.append(zoo.to_host((state, metrics)))
-    return found, early(train_step, state)
+@functools.cache
+def step_of(scan, name, num, share, in_bfloat16, options):
+    """One for all tests that ask for it: to trace and compile it is most of their time."""
+    train_step, _ = sharded(scan, OPTIMIZERS[name], {"data": num}, **dict(options))
+    return train_step, early(train_step, new(train_step, scan, name, in_bfloat16))
 
 
-def bfloat16_state(scan, tx):
-    params = new_state(scan, LAYERS, tx)["params"]
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    return {"params": params, "opt_state": tx.init(params)}
+def new(train_step, scan, name, in_bfloat16=False):
+    def init():
+        params = new_state(scan, LAYERS, OPTIMIZERS[name])["params"]
+        if in_bfloat16:
+            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return {"params": params, "opt_state": OPTIMIZERS[name].init(params)}
+
+    return train_step.init(init)
 
 
-def check_same_bits(monkeypatch, seen, scan, name, scales, num=2, **options):
+def trained(name, scales, share=1.0, *, scan=True, num=2, in_bfloat16=False, **options):
+    """The state and the metrics of every step, and the plan of its updates.
+
+    `share` of the old values may be kept, to undo updates: with 0 all updates wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostUpdates, "old_share", share)
+        options = tuple(options.items())
+        train_step, plan = step_of(scan, name, num, share, in_bfloat16, options)
+        state, found = new(train_step, scan, name, in_bfloat16), []
+        # It has seen no other state.
+        program_of(train_step, state).updates.history = History()
+        for i, scale in enumerate(scales):
+            state, metrics = train_step(state, batch(i) * scale)
+            found.append(zoo.to_host((state, metrics)))
+    return found, plan
+
+
+def assert_same_bits(found, expected, where=""):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.tobytes() == b.tobytes(), where
+
+
+def check_same_bits(seen, name, scales, **options):
     """As with updates that wait for all that they read; and some do not wait, and are undone."""
-    tx = OPTIMIZERS[name]
-    with monkeypatch.context() as patch:
-        patch.setattr(HostUpdates, "old_share", 0)
-        expected, plan = trained(scan, tx, scales, num, **options)
-        assert not plan.buckets
-        assert not seen.steps
-    with monkeypatch.context() as patch:
-        patch.setattr(HostUpdates, "old_share", 1.0)
-        found, plan = trained(scan, tx, scales, num, **options)
-        assert all(bucket.assumption for bucket in plan.buckets)
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
-            assert a.tobytes() == b.tobytes(), f"step {i}"
+    expected, plan = trained(name, scales, 0, **options)
+    assert not plan.buckets
+    assert not seen.steps
+    found, plan = trained(name, scales, **options)
+    assert all(bucket.assumption for bucket in plan.buckets)
+    for i, pair in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(*pair, f"step {i}")
     begin, undone = expected_to_begin(name, scales)
     assert [num > 0 for num in seen.begun] == begin
     assert seen.undone == [num * bad for num, bad in zip(seen.begun, undone, strict=True)]
@@ -162,40 +188,43 @@ def expected_to_begin(name, scales):
     return begin, [False, *(a and b for a, b in zip(begin[1:], changes, strict=True))]
 
 
+BY_DEFAULT = [("adamw", "random"), ("masters", "random"), ("skips", "random")]
 RUNS = [
-    pytest.param(name, pattern, marks=() if name == "clips and skips" or pattern == "random"
-                 else pytest.mark.slow)
-    for name, pattern in itertools.product(OPTIMIZERS, PATTERNS)
+    pytest.param(*run, marks=() if run[0] == "clips and skips" or run in BY_DEFAULT else pytest.mark.slow)
+    for run in itertools.product(CLIPPED, PATTERNS)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "pattern"), RUNS)
-def test_the_same_bits(name, pattern, seen, monkeypatch):
-    check_same_bits(monkeypatch, seen, True, name, PATTERNS[pattern])
+def test_the_same_bits(name, pattern, seen):
+    check_same_bits(seen, name, PATTERNS[pattern])
 
 
+@pytest.mark.slow(but=[1, 3, 6])
 @pytest.mark.parametrize(
-    ("scan", "name", "num", "options"),
+    ("name", "options"),
     [
-        (False, "adamw", 2, {}),
-        (False, "clips and skips", 4, {}),
-        (True, "adamw", 1, {}),
-        (True, "masters", 4, {"in_bfloat16": True}),
-        (True, "adamw", 2, {"accumulate": 2}),
-        (True, "adamw", 2, {"accumulate": 2, "layer_major": True}),
-        (False, "masters", 2, {"accumulate": 2, "layer_major": True, "in_bfloat16": True}),
+        ("adamw", {"scan": False}),
+        ("clips and skips", {"scan": False, "num": 4}),
+        ("adamw", {"num": 1}),
+        ("masters", {"num": 4, "in_bfloat16": True}),
+        ("adamw", {"accumulate": 2}),
+        ("adamw", {"accumulate": 2, "layer_major": True}),
+        ("masters", {"scan": False, "accumulate": 2, "layer_major": True, "in_bfloat16": True}),
     ],
     ids=str,
 )
-def test_other_models_have_the_same_bits(scan, name, num, options, seen, monkeypatch):
-    check_same_bits(monkeypatch, seen, scan, name, PATTERNS["random"], num, **options)
+def test_other_models_have_the_same_bits(name, options, seen):
+    check_same_bits(seen, name, PATTERNS["random"], **options)
 
 
-@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", ["adamw", "masters"])
-def test_both_compilers_have_the_same_bits(name, seen, monkeypatch):
-    scales = [SMALL, SMALL, LARGE, SMALL, SMALL, ZERO, SMALL]
-    check_same_bits(monkeypatch, seen, True, name, scales)
+def test_xla_has_the_same_bits(name, seen, monkeypatch):
+    """Where llvmlite is not installed, it compiles the updates."""
+    monkeypatch.setattr(_machine, "llvm", lambda: None)
+    step_of.cache_clear()
+    check_same_bits(seen, name, [SMALL, SMALL, LARGE, SMALL, SMALL, ZERO, SMALL])
+    step_of.cache_clear()
 
 
 def test_they_begin_while_earlier_layers_run(log, monkeypatch):  # noqa: F811
@@ -213,25 +242,22 @@ def test_they_begin_while_earlier_layers_run(log, monkeypatch):  # noqa: F811
     assert slices[0] < log.index((backward, 0))
 
 
-def test_old_values_have_a_bound(seen, monkeypatch):
+def test_old_values_have_a_bound(seen):
     """What has no room waits; a report says how much there is."""
-    tx, scales = OPTIMIZERS["adamw"], PATTERNS["random"]
-    expected, _ = trained(True, tx, scales, 2)
+    expected, _ = trained("adamw", PATTERNS["random"], HostUpdates.old_share)
     some = seen.begun
     assert HostUpdates.old_share == 0.25
-    monkeypatch.setattr(HostUpdates, "old_share", 1.0)
     seen.steps.clear()
-    found, _ = trained(True, tx, scales, 2)
+    found, _ = trained("adamw", PATTERNS["random"])
     assert [x < y for x, y in zip(some, seen.begun, strict=True)] == [y > 0 for y in seen.begun]
     assert max(some) > 0
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.tobytes() == y.tobytes()
+    assert_same_bits(found, expected)
 
 
 def test_a_report_says_so(monkeypatch):
     tx = OPTIMIZERS["adamw"]
     train_step, state = sharded(True, tx, {"data": 2})
-    step = early_step(train_step, state)
+    step = program_of(train_step, state)
     (need,) = [need for need in step.schedule().buffers if "undone" in need.what]
     renewed = sum(step.leaves[i].nbytes_per_device for i in step.host.leaves)
     assert need.nbytes == renewed // 4
@@ -240,44 +266,25 @@ def test_a_report_says_so(monkeypatch):
     assert f"old values: {need.nbytes / 1024:.1f} KiB for each device at most" in text
     monkeypatch.setattr(HostUpdates, "old_share", 0)
     train_step, state = sharded(True, tx, {"data": 2})
-    assert not early_step(train_step, state).schedule().buffers
+    assert not program_of(train_step, state).schedule().buffers
     text = " ".join(str(train_step.describe(state, batch(0))).split())
     assert "undone" not in text
     assert "after the backward pass (they read a number that comes at its end" in text
 
 
-def early_step(train_step, state):
+def program_of(train_step, state):
     call = train_step._programs.bind((state, batch(0)), {})
     return train_step._programs.of(call).step
 
 
 def test_a_factor_is_assumed_when_it_has_been_the_same_twice(seen):
     """A clip by `min(1, most / norm)` decides nothing: it multiplies, by 1 where it does not clip."""
-
-    def update(grads, state, params=None):
-        scale = jnp.minimum(1.0, LIMIT / optax.tree.norm(grads))
-        return ADAM.update(jax.tree.map(lambda g: g * scale, grads), state, params)
-
-    tx = optax.GradientTransformation(ADAM.init, update)
     scales = [SMALL, SMALL, SMALL, LARGE, LARGE, SMALL, SMALL, SMALL]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostUpdates, "old_share", 0)
-        expected, _ = trained(True, tx, scales, 2)
-        patch.setattr(HostUpdates, "old_share", 1.0)
-        found, _ = trained(True, tx, scales, 2)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.tobytes() == y.tobytes()
-    assert [num > 0 for num in seen.begun] == [False, False, True, True, False, False, False, True]
-    assert [num > 0 for num in seen.undone] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    expected, _ = trained("multiplied", scales, 0)
+    found, _ = trained("multiplied", scales)
+    assert_same_bits(found, expected)
+    assert [i for i, num in enumerate(seen.begun) if num] == [2, 3, 7]
+    assert [i for i, num in enumerate(seen.undone) if num] == [3]
 
 
 @pytest.mark.parametrize(
@@ -320,10 +327,11 @@ FAULTS = {
 def test_a_fault_leaves_no_half_new_state(fault, error, monkeypatch):
     """By name; and the next state that is trained has the bits of one that nothing has happened to."""
     where, number, lost = FAULTS[fault]
+    scales = [SMALL, SMALL, LARGE]
+    expected, _ = trained("adamw", scales)
+    train_step, _ = step_of(True, "adamw", 2, 1.0, False, ())
     monkeypatch.setattr(HostUpdates, "old_share", 1.0)
-    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
-    expected, _ = trained(True, tx, scales, 2)
-    train_step, state = sharded(True, tx, {"data": 2})
+    state = new(train_step, True, "adamw")
     for i, scale in enumerate(scales[:2]):
         state, _ = train_step(state, batch(i) * scale)
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
@@ -333,12 +341,7 @@ def test_a_fault_leaves_no_half_new_state(fault, error, monkeypatch):
         with pytest.raises(error, match="planted"):
             train_step(state, batch(2) * LARGE)
     assert check_lost(train_step, state, before) >= lost
-    state = train_step.init(lambda: new_state(True, LAYERS, tx))
-    for i, scale in enumerate(scales):
-        state, metrics = train_step(state, batch(i) * scale)
-    found = zoo.to_host((state, metrics))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
-        assert x.tobytes() == y.tobytes()
+    assert_same_bits(trained("adamw", scales)[0], expected)
 
 
 def test_a_layer_that_fails_after_updates_have_begun(monkeypatch):
@@ -355,14 +358,11 @@ def test_a_layer_that_fails_after_updates_have_begun(monkeypatch):
 
 def test_states_take_buckets(monkeypatch):
     """What the last step decided may be another state's: then it is undone, and nothing else."""
+    scales = SMALL, LARGE
+    alone = [trained("adamw", [scale] * 4)[0][-1][0] for scale in scales]
+    train_step, _ = step_of(True, "adamw", 2, 1.0, False, ())
     monkeypatch.setattr(HostUpdates, "old_share", 1.0)
-    tx = OPTIMIZERS["adamw"]
-    alone = [trained(True, tx, [scale] * 4, 2)[0][-1][0] for scale in (SMALL, LARGE)]
-    train_step, first = sharded(True, tx, {"data": 2})
-    states = [first, train_step.init(lambda: new_state(True, LAYERS, tx))]
-    for i in range(4):
-        for k, scale in enumerate((SMALL, LARGE)):
-            states[k], _ = train_step(states[k], batch(i) * scale)
-    for found, expected in zip(zoo.to_host(states), alone, strict=True):
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert x.tobytes() == y.tobytes()
+    states = [new(train_step, True, "adamw") for _ in scales]
+    for i, k in itertools.product(range(4), range(2)):
+        states[k], _ = train_step(states[k], batch(i) * scales[k])
+    assert_same_bits(zoo.to_host(states), alone)

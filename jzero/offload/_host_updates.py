@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -202,7 +203,7 @@ class HostUpdates(abc.ABC):
         assumed = (bucket.assumption for bucket in self.early.buckets)
         return [*dict.fromkeys([*late, *(v for each in assumed if each for v in each.numbers)])]
 
-    @property
+    @functools.cached_property
     def old_bytes(self) -> int:
         """Of one device's old values, the most that are kept in a step."""
         leaves = self.step.leaves
