@@ -315,5 +315,5 @@ def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
     )
     found = run(run.shard(jax.tree.map(jnp.copy, params), x), x)
     each = x.reshape(2 * num, -1, 8)
-    expected = jax.vmap(step, (None, 0), axis_name=AXIS)(params, each)
+    expected = jax.jit(jax.vmap(step, (None, 0), axis_name=AXIS))(params, each)
     same((run.unshard(found[0]), found[1]), jax.tree.map(lambda y: y[0], expected))
