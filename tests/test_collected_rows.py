@@ -165,29 +165,6 @@ def test_equal_to_one_big_batch(name, num_devices, k, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_devices", "k", "options"),
-    [
-        (1, 4, dict(stage=0)),
-        (4, 4, dict(stage=2)),
-        (4, 2, dict(stage=3, gather="once_per_step", reduce="once")),
-        (4, 2, dict(stage=3, gather="keep")),
-        (2, 2, dict(stage=3, offload=jzero.PinnedHost(device_bytes=2**20))),
-        (2, 2, dict(stage=1, offload=jzero.HostCPU())),
-    ],
-    ids=str,
-)
-def test_clip_with_every_option(num_devices, k, options):
-    check("clip", num_devices, k, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip", "simclr"])
-def test_rows_that_microbatches_do_not_divide(name):
-    check(name, 4, 2, rows=27)
-
-
-@pytest.mark.slow
 def test_a_roll_by_nothing_gathers_an_empty_value():
     """`jnp.roll(x, 0, 0)` is `x[n:]` before `x[:n]`; the first has no elements (sampled seed 329)."""
 
@@ -205,16 +182,6 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
     wanted = jax.jit(step)(w, x)
     np.testing.assert_allclose(new, wanted[0], rtol=1e-5)
     np.testing.assert_allclose(loss, wanted[1], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_over_two_axes():
-    make = functools.partial(
-        small.shard_train_step, mesh=small.mesh(node=2, local=4), microbatches=2
-    )
-    expected, actual = trained("clip", jax.jit), trained("clip", make)
-    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow

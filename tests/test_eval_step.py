@@ -183,37 +183,6 @@ def test_evaluates_as_one_device(axes, options, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
-@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
-def test_generates_the_tokens_of_one_device(gather, offload):
-    train_step, (params, _) = trained(offload=offload)
-    eval_step = jzero.shard_eval_step(generate, like=train_step, comm=jzero.Comm(gather=gather))
-    for rows in (16, 5):
-        inputs = tokens_of(rows, 3), jax.random.key(rows)
-        (tokens, last), (others, its_last) = (
-            eval_step(params, *inputs),
-            one_device(generate)(zoo.to_host(params), *inputs),
-        )
-        np.testing.assert_array_equal(tokens, others)
-        assert last == its_last
-
-
-@pytest.mark.slow
-def test_reads_what_rests_on_the_host():
-    def norms(state, factor):
-        params, opt_state = state
-        return factor * optax.tree.norm(params), optax.tree.norm(opt_state[0].nu)
-
-    for offload in (jzero.HostCPU(), jzero.PinnedHost(2**20)):
-        train_step, state = trained(offload=offload)
-        before = jax.tree.map(type, state)
-        eval_step = jzero.shard_eval_step(norms, like=train_step)
-        same(eval_step(state, 2.0), jax.jit(norms)(zoo.to_host(state), 2.0))
-        assert jax.tree.map(type, state) == before
-        assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-@pytest.mark.slow
 def test_padded_leaves_and_leaves_that_lie_elsewhere():
     train_step = shard_train_step(
         lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).mean())(w),

@@ -237,22 +237,6 @@ def test_trains_as_one_device(name):
         assert all(x.is_deleted() == (argument in state) for x in arrays), argument
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"stage": 1, "accumulate": 2}, {"offload": jzero.HostCPU()}], ids=str
-)
-def test_it_trains_with_options(options):
-    for name in ("loss first", "a key first"):
-        step_fn, args, _ = FOUND[name]
-        if "accumulate" in options and name == "a key first":
-            continue  # Two keys of two microbatches are tested elsewhere.
-        train_step, args = sharded(step_fn, **options), copies(args)
-        for want in reference(name)[:2]:
-            outs = train_step(*args)
-            close(outs, want, name)
-            args = following(name, args, outs)
-
-
 def test_an_optimizer_without_arrays_is_state_and_another_form_of_it_is_a_tree():
     tx = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
 
@@ -407,18 +391,6 @@ def test_collectives_of_a_step_whose_state_is_found():
     for step_fn, batch in ((bare, X), (lambda w, x: bare(x, w), X)):
         expected = {"reduce-scatter": 16 * 8, "all-gather": 16 * 8, "all-reduce": 1}
         assert_collectives(sharded(step_fn, stage=1), w, batch, expected)
-
-
-@pytest.mark.slow
-def test_checkpoints(tmp_path):
-    train_step = sharded(update)
-    params, opt_state, _ = train_step(*init(), X, Y)
-    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
-        checkpointer.save(1, (params, opt_state))
-    other = sharded(update, devices=4, stage=1)
-    with jzero.Checkpointer(tmp_path, other) as checkpointer:
-        restored = checkpointer.restore(init())
-    close(other(*restored, X, Y), reference("two")[1])
 
 
 def autoencoder(params, x):

@@ -115,25 +115,6 @@ def test_pairs_of_options(name, setting, request):
     check(name, MESHES[setting["mesh"]], **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ENTRIES,
-)
-def test_accumulation(name):
-    check(name, {"data": 4}, stage=3, accumulate=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    ("stage", "reduce"),
-    [(0, "once"), (1, "once"), (2, "each"), (3, "once"), (3, "each")],
-)
-def test_accumulation_in_all_settings(stage, reduce, num_devices):
-    check("mlp", {"data": num_devices}, stage=stage, accumulate=8 // num_devices, reduce=reduce)
-
-
 @pytest.mark.parametrize("name", ["inner_steps", "while_until_all_rows_converge"])
 def test_steps_that_need_all_rows_in_a_loop(name):
     check(name, {"data": 4}, stage=3, accumulate=2)

@@ -238,18 +238,6 @@ def test_what_is_tall_wide_frozen_or_a_vector():
     trains(mixed, params)
 
 
-@pytest.mark.slow
-def test_bfloat16():
-    params = {**separate(4, 8, 16, dtype=jnp.bfloat16), **stacked(4, 8, 16, dtype=jnp.bfloat16)}
-    trains(muon, params, tolerance=COARSE)
-
-
-@pytest.mark.slow
-def test_padded_matrices():
-    """Neither 6 nor 10 is a multiple of 4, so that shards are padded, too."""
-    trains(soap, {**separate(3, 6, 10), **stacked(3, 6, 10)}, min_shard_bytes=0)
-
-
 # -- what moves, and who computes ------------------------------------------------------------------
 
 
@@ -356,16 +344,6 @@ def one_after_the_other(params: Params, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def in_a_loop(params: Params, x: jax.Array) -> jax.Array:
-    def layer(x: jax.Array, w: jax.Array) -> Any:
-        return x + jnp.tanh(x @ w), None
-
-    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] ** 2)
-
-
-MODELS = {"unrolled": (one_after_the_other, separate), "loop": (in_a_loop, stacked)}
-
-
 def model_step(optimizer: Optimizer, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
     def step(state: Any, batch: jax.Array) -> Any:
         params, opt_state = state
@@ -374,31 +352,6 @@ def model_step(optimizer: Optimizer, loss_of: Callable[..., jax.Array]) -> Calla
         return (optax.apply_updates(params, updates), opt_state), loss
 
     return step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num", [2, 4, 8])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(
-    "options", [{"stage": 1}, {"stage": 2}, {"accumulate": 2}, {"prefetch_bytes": 0}], ids=str
-)
-def test_the_partitioner_runs_it(
-    optimizer: Optimizer, model: str, num: int, options: dict[str, Any]
-):
-    loss_of, make = MODELS[model]
-    params, step = jax.tree.map(lambda w: 0.3 * w, make(5, 8, 8)), model_step(optimizer, loss_of)
-    assert_same_training(
-        step,
-        lambda: state_of(params, optimizer),
-        BATCHES,
-        mesh=mesh_of(num),
-        tolerance=ROUNDED,
-        **grouped(**options),
-    )
-    train_step = small.shard_train_step(step, mesh=mesh_of(num), **options)
-    report = train_step.describe(state_of(params, optimizer), BATCHES[0])
-    assert report.elements("all-to-all") > 0
 
 
 @pytest.mark.parametrize(("optimizer", "stays"), [(muon, 6), (soap, 6), (shampoo, 1)])

@@ -69,23 +69,6 @@ def fails(text, fn, *args, error: Any = jzero.MismatchError, **kwargs):
 # -- the same training -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_right_step_passes(stage):
-    assert_same_training(make_step(mean_loss), init, BATCHES, stage=stage)
-
-
-@pytest.mark.slow
-def test_options_reach_the_step():
-    mesh = small.mesh(node=2, local=4)
-    step = make_step(mean_loss)
-    assert_same_training(
-        step, init, BATCHES, mesh=mesh, axes=jzero.Axes(params="local"), microbatches=2
-    )
-    fails("stage=2 and gather='keep'", assert_same_training, step, init, BATCHES, stage=2,
-          gather="keep", error=jzero.OptionError)  # fmt: skip
-
-
 def test_the_state_is_really_sharded():
     """And not left full because a test's model is small."""
     with pytest.raises(jzero.OptionError, match="min_shard_bytes=-1"):
@@ -267,23 +250,6 @@ def test_nothing_to_compare():
           error=jzero.OptionError)  # fmt: skip
     fails(["the mesh has 1 device", "device_count=8"], assert_same_training, step, init,
           BATCHES, mesh=small.mesh(data=1), error=jzero.MeshError)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mlp", "lstm", "batch_norm", "pmap_style", "returns_only_state", "dropout_typed_key"]
-)
-def test_entries_of_the_zoo(name):
-    """States and steps of other forms, with the zoo's own references."""
-    entry = zoo.get(name)
-    assert_same_training(
-        entry.step,
-        entry.init,
-        entry.batches(2),
-        reference=entry.alone_on(8),
-        tolerance=entry.tolerance,
-        **grouped(**entry.options),
-    )
 
 
 @pytest.mark.slow
