@@ -86,7 +86,7 @@ def one_device():
     return jax.device_get(state), jax.device_get(step(state, batch(1)))
 
 
-@pytest.mark.slow(but=9)
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 1), (1, 8)])
 @pytest.mark.parametrize("target", TIERS, ids=named)
 @pytest.mark.parametrize("source", TIERS, ids=named)

@@ -128,7 +128,7 @@ def test_the_same_bits(name: str, pattern: str, seen: Seen, tmp_path: Any):
     check_same_bits(True, name, PATTERNS[pattern], 2, tmp_path, seen)
 
 
-@pytest.mark.slow(but=[0, 1, 4])
+@pytest.mark.slow(but=[1, 4])
 @pytest.mark.parametrize(
     ("scan", "name", "num", "options"),
     [

@@ -14,6 +14,7 @@ from test_estimate_offload import COUNTER, PRECISIONS, PSI, by_way, found_by
 RATES: dict[str, Any] = dict(tokens="32K", peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])

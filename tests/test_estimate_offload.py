@@ -88,6 +88,7 @@ def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
     assert {c.elements for c in expected.transfers} == {PSI * ratio / 8}
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("device_bytes", [2**30, 6000])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])

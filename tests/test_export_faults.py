@@ -115,6 +115,7 @@ def after(monkeypatch, num: int, error: Callable[[], BaseException], *, once: bo
 FORMS = [(None, False), (None, True), (False, False), (False, True), (True, False), (True, True)]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("before", "parts"), FORMS)
 def test_killed_at_every_moment(before, parts, checkpoints, tmp_path):
     """The older export, or the new one; and the next export finds nothing in its way and leaves no rest."""
@@ -144,6 +145,7 @@ def test_killed_at_every_moment(before, parts, checkpoints, tmp_path):
     assert results == [expected] * moment + [NEW] * (len(results) - moment)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, lambda: OSError(28, "No space left on device")]
 )

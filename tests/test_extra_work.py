@@ -339,7 +339,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.slow(but=21)
+@pytest.mark.slow(but=9)
 @pytest.mark.parametrize(("step_fn", "state", "batch", "options"), CLEAN.values(), ids=CLEAN)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_warning_where_each_device_does_its_part(step_fn, state, batch, options, stage):

@@ -275,7 +275,7 @@ def _as_nan(x, blocks):
 GROUPS, FEW_BYTES = "optimizer state in groups", "parameters, few bytes"
 
 
-@pytest.mark.slow(but=[8, 9, 10, 11, 12, 13])
+@pytest.mark.slow(but=[8, 9, 11, 13])
 @as_stored
 @pytest.mark.parametrize("is_planted", [False, True])
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow(but=["a ratio"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies(name):
     assert_trains(sharded(CLIPPED, 2, 2, offload=POLICIES[name]), CLIPPED)

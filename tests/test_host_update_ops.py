@@ -127,7 +127,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow(but=126)
+@pytest.mark.slow(but=90)  # Each primitive, of one of its dtypes.
 @pytest.mark.parametrize(("name", "dtype"), ROWS)
 def test_primitive(name: str, dtype: str):
     case = CASES[name]
@@ -139,7 +139,7 @@ def test_primitive(name: str, dtype: str):
     assert_same(*run(case.fn, args), case.ulps, signs=name not in ("max", "min", "clamp"))
 
 
-@pytest.mark.slow(but=34)
+@pytest.mark.slow(but=17)
 @pytest.mark.parametrize("new", [*FLOATS, *INTS, "bool"])
 @pytest.mark.parametrize("old", [*FLOATS, *INTS, "bool"])
 def test_conversion(old: str, new: str):

@@ -76,7 +76,7 @@ def test_steps_are_the_same_to_the_bit(name: str, bits: int):
             assert_equal(x, y, code_path.name)
 
 
-@pytest.mark.slow(but=90)  # A third: each primitive, of one of its dtypes.
+@pytest.mark.slow(but=45)
 @pytest.mark.parametrize(("name", "dtype"), ops.ROWS)
 def test_primitive(name: str, dtype: str):
     """Of numbers that are not normal, XLA keeps some where kernels do not, or the other way round."""

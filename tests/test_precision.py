@@ -165,6 +165,7 @@ def test_rounding_goes_to_the_two_neighbours_and_keeps_what_bfloat16_holds():
     assert set(results[:, 5]) == {-1.0, -1 - 1 / 128}
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_round_as_the_whole_would(stage, num_devices):
@@ -207,6 +208,7 @@ def test_random_bits_are_made_for_the_shard_alone():
 # -- dtypes of reductions --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     ("compute", "reduce_dtype"),

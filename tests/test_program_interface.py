@@ -72,7 +72,7 @@ def like_parameters(dtype) -> list[str]:
     return sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape in SHAPES)
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     "options", [dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2)], ids=str
 )

@@ -192,6 +192,7 @@ def riding(train_step, state):
     ]
 
 
+@pytest.mark.slow(but=["8"])
 @pytest.mark.parametrize("num", [1, 8])
 def test_iterations_fetch_where_two_have_room(num):
     """For the iteration after the next one where they gather for that; one device gathers nothing."""

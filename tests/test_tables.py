@@ -110,6 +110,7 @@ def test_trains_the_same(name, stage):
         )  # fmt: skip
 
 
+@pytest.mark.slow(but=["bfloat16"])
 @pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float64"])
 def test_rows_travel_and_are_added_up_in_other_dtypes(reduce_dtype):
     tx = optax.sgd(1e-2)
