@@ -1,4 +1,4 @@
-"""Optimizer state on the host, updated by its processors: the same training, at meshes of 1 to 8 devices."""
+"""Optimizer state on the host, updated by its processors: every optimizer trains the same."""
 
 import functools
 from typing import Any

@@ -22,18 +22,6 @@ from jzero.sharding.passes import _order
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
 
-@pytest.mark.slow(but=["scanned-on the host-1"])
-@pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
-@pytest.mark.parametrize("update", model.UPDATES)
-@SCAN
-def test_it_trains_what_one_device_trains(scan, update, num):
-    """4 microbatches, on 8 devices 2; clipped by the norm of all gradients."""
-    k = 16 // max(num, 4)
-    model.check(
-        scan, axes={"data": num}, offload=model.UPDATES[update], accumulate=k, layer_major=True
-    )
-
-
 PLAIN_ADAM = optax.adamw(1e-2, eps=1e-3)
 ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}

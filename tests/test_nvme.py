@@ -1,4 +1,4 @@
-"""Optimizer state in files, updated tile by tile: the same training, on 1 to 8 devices, at every stage."""
+"""Optimizer state in files, updated tile by tile: the same training, and where leaves are."""
 
 import copy
 import pickle
