@@ -93,17 +93,6 @@ def test_traffic_per_axis(options, expected):
 
 
 @pytest.mark.slow
-def test_traffic_per_axis_with_microbatches():
-    mesh = AbstractMesh((2, 4), ("node", "local"))
-    assert elements(3, mesh, accumulate=K, param_axes="local") == {
-        ("all-gather", "local"): 2 * K,
-        ("reduce-scatter", "local"): K,
-        ("reduce-scatter", "node"): K / 4,
-        ("all-gather", "node"): 1 / 4,
-    }
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -398,35 +387,6 @@ def test_an_ensemble_of_weighted_means():
         actual, metrics = small.shard_train_step(step, stage=3, microbatches=k)(ws, batch)
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
         np.testing.assert_allclose(metrics["losses"], expected_metrics["losses"], rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 4])
-def test_what_is_summed_is_printed_once(k, capfd):
-    def step(w, x):
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean(x @ w))(w)
-        jax.debug.print("loss {}", loss)
-        jax.debug.print("sum {}", x.sum())
-        return w - 0.1 * grads
-
-    w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    jax.block_until_ready(small.shard_train_step(step, stage=3, microbatches=k)(w, x))
-    jax.effects_barrier()
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines) == [f"loss {float(jnp.mean(x @ w))}", f"sum {float(x.sum())}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 4])
-def test_rows_are_printed_whole(k, capfd):
-    def step(w, x):
-        jax.debug.print("rows {}", x[:, 0])
-        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w)
-
-    w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    jax.block_until_ready(small.shard_train_step(step, stage=3, microbatches=k)(w, x))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.split() == f"rows {np.asarray(x[:, 0])}".split()
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -364,28 +364,6 @@ def test_no_program_makes_and_reads_what_waits():
 # -- reports ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_describe_lists_them():
-    train_step = sharded(True, accumulate=2, **ON_HOST)
-    found = train_step.describe(new_state(), *batches()[0])
-    text = " ".join(str(found).split())
-    assert (
-        "1 stack of loops and 1 value are saved on the host for the backward pass, 320 B of each"
-        in text
-    )
-    assert "256 B float32[4, 1, 16], in 4 iterations, at " in text
-    _, row = found.to_dict()["activations"]
-    assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
-    transfers = [(x.direction, x.what, x.elements, x.nbytes) for x in found.transfers]
-    assert transfers == [
-        (way, "activation", 2 * elements, 2 * 4 * elements)
-        for way in ("to host", "to device")
-        for elements in (16, 64)
-    ]
-    without = sharded(True)
-    assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None
-
-
 # -- a step's own policies -------------------------------------------------------------------------------
 
 

@@ -66,28 +66,6 @@ def test_state_by_keyword():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "old"])
-@pytest.mark.parametrize("container", ["bare", "dict"])
-def test_keys_are_those_of_one_device(make_key, container):
-    """Whatever their dim 0, they are no rows; and the devices draw together what one device draws."""
-
-    def step(state, x, y, rngs):
-        key = rngs["dropout"] if container == "dict" else rngs
-        kept = jax.random.bernoulli(key, 0.5, x.shape)
-
-        def loss_fn(params):
-            return (((x * kept) @ params["w"] - y) ** 2).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt = TX.update(grads, state["opt"])
-        params = optax.apply_updates(state["params"], updates)
-        return {**state, "params": params, "opt": opt}, {"loss": loss, "kept": kept}
-
-    rngs = {"dropout": make_key(5), "params": make_key(6)} if container == "dict" else make_key(5)
-    assert_same_training(small.shard_train_step(step), jax.jit(step), X, Y, rngs=rngs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "old"])
 def test_keys_of_a_written_step_are_folded_with_the_device(make_key):
     """Else all devices would drop the same."""
 
@@ -214,50 +192,12 @@ def make_mesh(shape: Mapping[str, int], axis_type: AxisType = AxisType.Auto, fir
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types, devices=devices)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("given", ["set_mesh", "argument", "both"])
-def test_axis_types(given, axis_type):
-    mesh = make_mesh({"data": 4}, axis_type)
-    train_step = small.shard_train_step(train, mesh=None if given == "set_mesh" else mesh)
-    expected = make_state()
-    for _ in range(2):
-        expected, _ = jax.jit(train)(expected, X, Y)
-    with contextlib.nullcontext() if given == "argument" else jax.set_mesh(mesh):
-        state = train_step.shard(make_state(), X, Y)
-        for _ in range(2):
-            state, _ = train_step(state, X, Y)
-        assert state["params"]["w"].sharding.device_set == set(jax.devices()[:4])
-        state = zoo.to_host(train_step.unshard(state))
-    zoo.assert_trees_close(state, zoo.to_host(expected), zoo.FP32, f"{given}, {axis_type}")
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_state_that_was_never_placed_under_an_outer_jit(axis_type):
     train_step = small.shard_train_step(train, mesh=make_mesh({"data": 4}, axis_type))
     actual, _ = jax.jit(train_step)(make_state(), X, Y)
     expected, _ = jax.jit(train)(make_state(), X, Y)
     zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), zoo.FP32, str(axis_type))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "first"),
-    [
-        ({"node": 2, "local": 4}, 0),
-        ({"node": 4, "local": 2}, 0),
-        ({"data": 2}, 0),
-        ({"data": 4}, 4),
-    ],
-    ids=str,
-)
-def test_meshes(shape, first):
-    mesh = make_mesh(shape, first=first)
-    train_step = small.shard_train_step(train, mesh=mesh)
-    assert_same_training(train_step, jax.jit(train), X, Y)
-    weights = train_step.shard(make_state(), X, Y)["params"]["w"]
-    assert weights.sharding.device_set == set(mesh.devices.flat)
-    assert weights.addressable_shards[0].data.size * mesh.size == weights.size
 
 
 @pytest.mark.slow
@@ -419,22 +359,6 @@ def test_step_is_traced_once():
     state, _ = train_step(state, jnp.asarray(X), jnp.asarray(Y))
     train_step.shard(state)
     assert len(runs) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
-def test_later_calls_trace_nothing(name):
-    """Also with the `step=0` of a fresh TrainState."""
-    entry = zoo.get(name)
-    step, runs = counting(entry.step)
-    train_step = small.shard_train_step(step, **entry.options)
-    (batch,) = entry.batches(1)
-    state, _ = train_step(entry.init(), *batch)
-    first = len(runs)
-    for _ in range(2):
-        state, _ = train_step(state, *batch)
-    assert 1 <= first <= 2
-    assert len(runs) == first
 
 
 @pytest.mark.slow

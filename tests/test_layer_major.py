@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -287,17 +286,6 @@ def test_describe_says_what_layers_hand_on():
         in text
     )
     assert f"values passed between layers take up to {report.handed_bytes} B on each device" in text
-
-
-@pytest.mark.slow
-def test_it_is_layered_for_evaluations_too():
-    train_step, state = model.check(True, accumulate=2, layer_major=True)
-    eval_step = jzero.shard_eval_step(
-        lambda state, x: jnp.mean(x @ state["params"]["head"]), like=train_step
-    )
-    head = model.one_device(True, True)[-1][0]["params"]["head"]
-    wanted = jnp.mean(model.batch(0) @ head)
-    np.testing.assert_allclose(eval_step(state, model.batch(0)), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

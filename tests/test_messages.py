@@ -253,10 +253,6 @@ def test_microbatches_of_an_argument_that_is_split_over_some_axes():
     refuses(ValueError, ["microbatches need its spec", "to name all data axes"], train_step, W, X)
 
 
-def inner_steps(w, x):
-    return jax.lax.scan(lambda w, _: step(w, x), w, None, length=3)
-
-
 def test_masters_without_params():
     tx = jzero.master_weights(optax.sgd(0.1))
     refuses(
@@ -391,15 +387,6 @@ def test_batch_is_not_divisible_and_every_leaf_is_named():
         "in_specs",
     ]
     refuses(ValueError, texts, sharded(fn, axis_name="data"), W, batch)
-
-
-@pytest.mark.slow
-def test_donated_state_used_again():
-    train_step = sharded()
-    old = train_step.shard(W)
-    train_step(old, X)
-    with pytest.raises(jzero.StateError, match=r"already donated: state.*the last step returned"):
-        train_step(old, X)
 
 
 def test_donated_state_cannot_be_placed_again():
@@ -647,41 +634,6 @@ def test_the_steps_own_error_is_its_own():
 
 
 # -- what is no error ------------------------------------------------------------------------------
-
-
-def search(w, x):
-    def body(carry):
-        w, loss, i = carry
-        return (*step(w, x), i + 1)
-
-    start = (w, {"loss": jnp.inf}, 0)
-    return jax.lax.while_loop(lambda c: (c[1]["loss"] > 0.1) & (c[2] < 9), body, start)
-
-
-def update_for_every_row(w, x):
-    return jax.lax.scan(lambda w, row: step(w, row[None]), w, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fn",
-    [
-        search,
-        inner_steps,
-        update_for_every_row,
-        lambda w, x: (step(w, x)[0], {"hits": (x > 0).sum()}),
-        lambda w, x: (step(w, x)[0], x @ x.T),
-    ],
-    ids=["search", "inner steps", "update for every row", "integer", "compared rows"],
-)
-@pytest.mark.parametrize("num_rows", [16, 13])
-def test_what_is_refused_of_a_device_is_exact_for_the_whole_batch(fn, num_rows):
-    """Collectives of its own would make these steps one device's."""
-    x = jax.random.normal(jax.random.key(0), (num_rows, 8))
-    actual, expected = sharded(fn, min_shard_bytes=0)(W, x), jax.jit(fn)(W, x)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

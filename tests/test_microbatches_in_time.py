@@ -256,18 +256,6 @@ def test_what_microbatches_share_is_made_once():
 
 
 @pytest.mark.slow
-def test_a_microbatch_is_alive_at_a_time():
-    def temporaries(accumulate):
-        init, step = mean_of_rows(lambda p, x: (jnp.mean(layer(p, x) ** 2), {}))
-        batch = steps.rows(8 * 256, 32)
-        train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=accumulate)
-        compiled = train_step.lower(init(), batch).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries(8) < temporaries(1) / 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_loops_of_single_rows_stop_by_themselves(accumulate):
     """Also those that begin with the same for all rows; the interpreter refuses both in microbatches."""

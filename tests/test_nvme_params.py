@@ -145,18 +145,6 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     assert not [x for x in transfers if x.direction == "to device" and x.what != "parameter"]
 
 
-@pytest.mark.slow
-def test_an_optimizer_without_state(tmp_path: Path):
-    """Then there are parameters alone in the files."""
-    step = make_step(True, optax.sgd(0.1))
-    train_step = on({"data": 4}, step, tmp_path)
-    state = train_step.shard(new_state(True, 4, optax.sgd(0.1)), batch(0))
-    assert len(in_files(state)) == 4
-    for i, wanted in enumerate(one_device(True, clipped=False)):
-        state, metrics = train_step(state, batch(i))
-        zoo.assert_trees_close(zoo.to_host((state, metrics)), wanted, zoo.FP32, f"step {i}")
-
-
 # -- leaves that no step changes -------------------------------------------------------------------
 
 

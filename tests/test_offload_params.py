@@ -437,19 +437,6 @@ def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
     assert kept == [(ROWS // 8, WIDTH)]
 
 
-@pytest.mark.slow
-def test_evaluation_reads_parameters_where_they_rest():
-    train_step, state = check(True)
-    eval_step = jzero.shard_eval_step(
-        lambda state, x: jnp.mean(x @ state["params"]["head"]), like=train_step
-    )
-    expected = jnp.mean(batch(0) @ one_device(True, True)[-1][0]["params"]["head"])
-    np.testing.assert_allclose(eval_step(state, batch(0)), expected, rtol=1e-5, atol=1e-6)
-    # More of it is in test_infer_from_host.py.
-    (fetched,) = eval_step.describe(state, batch(0)).transfers
-    assert (fetched.what, fetched.elements) == ("parameter", WIDTH * WIDTH // 8)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -78,22 +78,6 @@ def test_its_program_is_one_equation_that_is_not_traced_again():
 
 
 @pytest.mark.slow
-def test_leaves_that_the_devices_do_not_divide():
-    train_step = small.shard_train_step(step_fn)
-    expected = state = state_of(13, 10)
-    for batch in batches(13, 10):
-        expected, _ = jax.jit(step_fn)(expected, batch)
-        state, _ = train_step(state, batch)
-    assert_close(train_step.unshard(state), expected)
-    padded = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jzero.LeafArray)]
-    assert padded
-    for leaf in padded:
-        whole = np.asarray(leaf.storage)
-        (dim,) = (d for d, n in enumerate(whole.shape) if n != leaf.shape[d])
-        assert not np.take(whole, range(leaf.shape[dim], whole.shape[dim]), dim).any()
-
-
-@pytest.mark.slow
 def test_values_without_elements_are_not_gathered():
     """XLA has no all-gather along a dim of size 0."""
 
@@ -115,21 +99,6 @@ def test_values_without_elements_are_not_gathered():
 
     evaluate = jzero.shard_eval_step(ranks)
     assert [x.shape for x in evaluate(jnp.ones((8, 16)), jnp.ones((0, 8)))] == [(0, 8), (4, 0)]
-
-
-@pytest.mark.slow
-def test_under_an_outer_jit_and_its_gradient():
-    train_step = small.shard_train_step(step_fn)
-    state, batch = state_of(16), batches()[0]
-
-    def loss_after(step, params):
-        (params, _), _ = step((params, state[1]), batch)
-        return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-
-    def gradient(step):
-        return jax.jit(jax.grad(lambda params: loss_after(step, params)))(state[0])
-
-    assert_close(gradient(train_step), gradient(step_fn))
 
 
 def test_it_is_lowered_traced_and_described():

@@ -1,7 +1,6 @@
 """State in several arguments, as scripts with `donate_argnums=(0, 1)` have it: trained, kept, named."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -117,20 +116,6 @@ def test_what_takes_a_state_takes_the_tuple():
 
 
 @pytest.mark.slow
-def test_delayed_updates_are_flushed_and_traced():
-    policy = jzero.HostCPU(delayed_update=True, delay_after=0)
-    train_step = sharded(offload=policy)
-    params, opt_state, _ = train_step(*train_step.shard(init(), X, Y), X, Y)
-    close(params, init()[0], "not updated yet")
-    with pytest.raises(jzero.StateError, match=r"opt_state\[1\]\[0\].mu\['w'\] still waits"):
-        train_step.unshard((params, opt_state))
-    close(train_step.flush((params, opt_state)), expected()[0][:2], "flushed")
-    # Under an outer jit, too.
-    outer = jax.jit(lambda state: sharded()(*state, X, Y))
-    close(outer(init()), expected()[0], "under jit")
-
-
-@pytest.mark.slow
 def test_checkpoint_of_the_tuple(tmp_path):
     train_step = sharded()
     *state, _ = train_step(*train_step.init(init), X, Y)
@@ -143,54 +128,6 @@ def test_checkpoint_of_the_tuple(tmp_path):
     assert isinstance(restored, tuple)
     close(restored, expected()[0][:2], "restored")
     close(other(*restored, X, Y), expected()[1], "and trained")
-
-
-def forms():
-    """Steps that differ in where the state is taken and returned, and how it is named."""
-
-    def last(x, y, opt_state, params):
-        params, opt_state, metrics = step(params, opt_state, x, y)
-        return metrics, opt_state, params
-
-    def by_name(x, y, *, params, opt_state):
-        new_params, opt_state, metrics = step(params, opt_state, x, y)
-        return {"new": {"opt_state": opt_state, "params": new_params}, "metrics": metrics}
-
-    def nested(params, opt_state, x, y, scale):
-        *state, metrics = step(params, opt_state, x * scale, y)
-        return tuple(state), metrics
-
-    def rest(*args):
-        return step(*args)
-
-    yield "last", last, {"state_argnums": (3, 2)}, lambda p, o: ((X, Y, o, p), {})
-    yield (
-        "by name", by_name, {"state_argnums": None, "state_argnames": ("params", "opt_state")},
-        lambda p, o: ((X,), {"y": Y, "opt_state": o, "params": p}),
-    )  # fmt: skip
-    yield (
-        "nested and static", nested, {"state_argnums": ("opt_state", 0), "static_argnums": 4},
-        lambda p, o: ((p,), {"opt_state": o, "x": X, "y": Y, "scale": 1.0}),
-    )  # fmt: skip
-    yield "*args", rest, {}, lambda p, o: ((p, o, X, Y), {})
-
-
-FORMS: dict[str, Any] = {name: others for name, *others in forms()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
-def test_it_is_found_where_it_is(name):
-    step_fn, options, call = FORMS[name]
-    train_step = sharded(step_fn, **options)
-    args, kwargs = call(*init())
-    actual = train_step(*args, **kwargs)
-    args, kwargs = call(*init())
-    jitted = jax.jit(step_fn, static_argnums=options.get("static_argnums"))
-    close(actual, jitted(*args, **kwargs), name)
-    leaves = train_step.plan(*args, **kwargs).leaves
-    assert {leaf.role for leaf in leaves if re.match(r"params|args.0", leaf.path)} == {"parameter"}
-    assert sum(leaf.role == "optimizer state" for leaf in leaves) >= 6
 
 
 @pytest.mark.slow

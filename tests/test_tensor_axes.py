@@ -105,26 +105,6 @@ def test_trains_as_on_one_device(stage, data, model, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_leaves_rest_over_both_axes(stage):
-    train_step = sharded(stage)
-    state, _ = train_step(train_step.init(init), batches()[0])
-    data = "data" if stage == 3 else None
-    expected = {  # ZeRO takes the other dim.
-        "qkv": P(data, "model"), "up": P(data, "model"), "project": P("model", data),
-        "down": P("model", data), "scale": P(data),
-    }  # fmt: skip
-    for name, leaf in state["params"].items():
-        wanted = NamedSharding(leaf.sharding.mesh, expected[name])
-        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), name
-    moments = state["opt_state"][1][0].mu
-    assert moments["qkv"].sharding.spec == (P("data", "model") if stage else P(None, "model"))
-    plan = train_step.plan(state, batches()[0])
-    for leaf, array in zip(plan.leaves, jax.tree.leaves(state), strict=True):
-        assert leaf.nbytes_per_device == array.addressable_shards[0].data.nbytes
-
-
-@pytest.mark.slow
 def test_collectives_are_those_of_both_axes_and_no_more():
     """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)

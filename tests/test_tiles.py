@@ -231,52 +231,6 @@ def test_tiles_of_bfloat16_are_summed_up_as_exactly_as_one_product():
     assert jnp.array_equal(train_step(params, x)["scale"], expected)
 
 
-@pytest.mark.slow
-def test_a_steps_own_microbatches():
-    """A loop over microbatches that the step itself has, and adds gradients up in."""
-
-    def step(params, x):
-        def one(total, rows):
-            return jax.tree.map(jnp.add, total, jax.grad(unrolled)(params, rows)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(one, zeros, jnp.moveaxis(x.reshape(8, 2, -1), 1, 0))
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, total)
-
-    for reduce in ("each", "once"):
-        assert_same_training(
-            step,
-            lambda: weights(LOSSES["unrolled"][1]),
-            [*rows_of("unrolled")],
-            mesh=mesh_of("4"),
-            comm=jzero.Comm(tile_bytes=TILE),
-            microbatches=jzero.Microbatches(reduce=reduce),
-        )
-
-
-@pytest.mark.slow
-def test_a_step_written_for_pmap():
-    def step(params, x):
-        loss, grads = jax.value_and_grad(unrolled)(params, x)
-        grads, loss = jax.lax.pmean((grads, loss), "data")
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    def plain(params, x):
-        loss, grads = jax.value_and_grad(unrolled)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    mesh = small.mesh(data=4)
-    assert_same_training(
-        step,
-        lambda: weights(LOSSES["unrolled"][1]),
-        [*rows_of("unrolled")],
-        mesh=mesh,
-        axes=jzero.Axes(axis_name="data"),
-        reference=plain,
-        comm=jzero.Comm(tile_bytes=TILE),
-    )
-
-
 @pytest.mark.slow(but=["tied"])
 @pytest.mark.parametrize("name", ["scanned", "einsums", "tied", "recurrent"])
 def test_evaluation(name):

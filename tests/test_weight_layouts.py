@@ -181,26 +181,6 @@ def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
         assert_same(load_file(out), tensors)
 
 
-@pytest.mark.slow
-def test_kernels_are_what_they_are_called(tmp_path):
-    """Independently of any round trip."""
-    tensors = values(decoder())
-    save_file(tensors, tmp_path / "in.safetensors")
-    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", prefix="")
-    leaves = leaves_of(tmp_path / "ck")
-    for x, path in (("self_attn.q_proj", "self_attn/q_proj"), ("mlp.down_proj", "mlp/down_proj")):
-        expected = tensors[f"model.layers.1.{x}.weight"].T
-        np.testing.assert_array_equal(leaves[f"layers/1/{path}/kernel"], expected)
-    np.testing.assert_array_equal(leaves["lm_head/kernel"], tensors["lm_head.weight"].T)
-    np.testing.assert_array_equal(
-        leaves["embed_tokens/embedding"], tensors["model.embed_tokens.weight"]
-    )
-    save_file(tensors := values(gpt2()), tmp_path / "in.safetensors")
-    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "gpt2", layout="gpt2", prefix="")
-    expected = tensors["transformer.h.2.attn.c_attn.weight"]
-    np.testing.assert_array_equal(leaves_of(tmp_path / "gpt2")["h/2/attn/c_attn/kernel"], expected)
-
-
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         linear: Any = {"use_bias": False, "rngs": rngs}
