@@ -143,8 +143,8 @@ def trained(name, scales, share=1.0, *, scan=True, num=2, in_bfloat16=False, **o
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostUpdates, "old_share", share)
-        options = tuple(options.items())
-        train_step, plan = step_of(scan, name, num, share, in_bfloat16, options)
+        given = tuple(options.items())
+        train_step, plan = step_of(scan, name, num, share, in_bfloat16, given)
         state, found = new(train_step, scan, name, in_bfloat16), []
         # It has seen no other state.
         program_of(train_step, state).updates.history = History()
