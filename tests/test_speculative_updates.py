@@ -126,6 +126,12 @@ def step_of(scan, name, num, share, in_bfloat16, options):
     return train_step, early(train_step, new(train_step, scan, name, in_bfloat16))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_steps():
+    yield
+    step_of.cache_clear()
+
+
 def new(train_step, scan, name, in_bfloat16=False):
     def init():
         params = new_state(scan, LAYERS, OPTIMIZERS[name])["params"]
