@@ -16,6 +16,7 @@ import jzero
 import small
 import zoo
 from interrupting import interruption
+from jzero.offload._host_updates import HostUpdates
 from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
 
 # Two parts of parameters on a device at a time, of 4 (scanned) or 7 that a step has.
@@ -24,6 +25,12 @@ LAYERS, DEVICE_BYTES = 3, 13000
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 SHAPES = [(True, "on the host"), (False, "on the host"), (True, "in buckets"), (False, "in buckets"),
           (True, "on the devices"), (False, "on the devices")]  # fmt: skip
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Nothing begins as if the norm decided what it did in the last step; see test_speculative_updates.py."""
+    monkeypatch.setattr(HostUpdates, "old_share", 0)
 
 
 def prepared(train_step, state, *args):
@@ -75,6 +82,7 @@ class Interrupted:
 
 
 @pytest.mark.slow(but=["True-on the host-momentum-11"])
+@pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("scan", "update", "tx"),
@@ -154,6 +162,7 @@ def watched_step(alarm, scan, tx):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("tx", [CLIPPED, MOMENTUM], ids=["clipped", "momentum"])
 @pytest.mark.parametrize(("scan", "update"), SHAPES)
 def test_callbacks_that_fail(scan, update, tx):

@@ -9,6 +9,7 @@ memory, which are updated in their place, it keeps old values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -129,8 +130,6 @@ class FileRun(HostRun):
 
     def __enter__(self) -> Self:
         updates = self._updates
-        if updates.early.buckets:
-            self._engine.claim(self)
         if updates.gradients_wait:
             self._writes = self._writing.enter_context(updates.writes(self._store, self._state))
         return self
@@ -183,8 +182,8 @@ class FileRun(HostRun):
         updates.place(hosted)
         if self._step is None:
             self._begin_step()
-        chunks = self._engine.run_tiles(self._store, self._arrived, self._done)
-        return New(updates.named(hosted), updates.sent(self._state, chunks))
+        run = functools.partial(self._engine.run_tiles, self._store, self._arrived, self._done)
+        return New(updates.named(hosted), updates.sent(self._state, run))
 
     def commit(self, commit: Commit) -> Mapping[Any, Any]:
         assert self._step is not None
@@ -204,6 +203,7 @@ class FileRun(HostRun):
                 parts[part] = self._engine.part(x)
             else:
                 self._known[var] = x
+        self._engine.claim(self)
         if self._order and self._step is None:
             self._start()
         taken = self._take(bucket) if bucket in self._buckets else {}

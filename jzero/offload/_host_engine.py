@@ -90,13 +90,13 @@ class HostEngine:
     def claim(self, run: Any) -> None:
         """Before `prepare`: from now on it is this run's, until that `is_over`.
 
-        Whoever calls has `UPDATING`, so that another run can only be the same thread's.
+        Whoever calls has `UPDATING`: another run can only be the same thread's, around this one.
 
         Raises:
-          StateError: another run is in the middle of its update, as where a signal's handler calls.
+          StateError: it is in the middle of another run, as in a signal's handler.
         """
         other = self._run() if self._run is not None else None
-        if other not in (None, run) and not other.is_over:
+        if run.is_nested and other not in (None, run) and not other.is_over:
             raise StateError(IN_ITS_MIDDLE)
         self._run = weakref.ref(run)
 

@@ -19,6 +19,7 @@ from jzero.offload._host_updates import (
     Hosted,
     HostRun,
     HostUpdates,
+    is_updating,
     with_new,
 )
 from jzero.offload._listed_step import ListedStep, called
@@ -271,13 +272,13 @@ class HostStep(ListedStep):
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
-        updates, early = self.updates, bool(self.updates.early.buckets)
+        updates, early, is_nested = self.updates, bool(self.updates.early.buckets), is_updating()
         # Early updates take turns with those of other threads, from the first part on.
         with UPDATING if early else NO_LOCK, updates.buffers if early else NO_LOCK:
-            return self._step(state, arrays)
+            return self._step(state, arrays, is_nested)
 
     def _step(
-        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+        self, state: Sequence[Any], arrays: Sequence[jax.Array], is_nested: bool
     ) -> tuple[list[Any], list[jax.Array]]:
         pending, num_steps = self.updates.pending(state)
         after = self.updates.delay_after
@@ -287,6 +288,7 @@ class HostStep(ListedStep):
             state, pending = pending.step.flush(state), None
         of = pending.step if pending else self  # whose update is made
         with of.updates.run(state, num_steps + 1) as host:
+            host.is_nested = is_nested
             run = self._begun(state, arrays, host)
             update = of.resumed(pending, state, host) if pending else None if delays else run
             made = self._run(state, run, host, of, update)
@@ -357,6 +359,7 @@ class HostStep(ListedStep):
         pending, num_steps = self.updates.pending(state)
         assert pending is not None
         with self.updates.run(state, num_steps) as host:
+            host.is_nested = is_updating()
             run = self.resumed(pending, state, host)
             run.run(self._sections.entering)
             self.wait(run, state)

@@ -7,7 +7,7 @@ import abc
 import contextlib
 import functools
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -35,6 +35,11 @@ UPDATING = threading.RLock()
 NO_LOCK = contextlib.nullcontext()
 
 
+def is_updating() -> bool:
+    """Whether this thread is in the middle of an update, and calls from a signal's handler."""
+    return bool(UPDATING._is_owned())  # type: ignore[attr-defined]  # As conditions ask their lock.
+
+
 class Hosted(NamedTuple):
     """What the hosts' processors make of a step, and by which names they know it.
 
@@ -60,10 +65,11 @@ class HostRun(HostSide):
 
     Attributes:
       is_over: whether it is left.
+      is_nested: whether its step is called while another one of the same thread updates.
       pending: what new leaves wait for (`Pending`), of a delayed step.
     """
 
-    is_over = False
+    is_over = is_nested = False
     pending: Any = None
 
     def __enter__(self) -> Self:
@@ -275,11 +281,12 @@ class HostUpdates(abc.ABC):
         return chunk
 
     def sent(
-        self, state: Sequence[Any], chunks: Iterable[dict[int, jax.Array]]
+        self, state: Sequence[Any], run: Callable[[], Iterable[dict[int, jax.Array]]]
     ) -> dict[Value, jax.Array]:
         """What an update makes for the devices, as it is stored there, sent as soon as a chunk is done."""
         made = dict[int, jax.Array]()
-        for chunk in chunks:
+        # No name has the generator: it ends with this loop, also where somebody holds an exception's frames.
+        for chunk in run():
             stored = self.stored(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.
             self.engine_of(state).sent(stored.values())

@@ -84,8 +84,8 @@ class MemoryRun(HostRun):
         updates.place(taken)  # JAX copies what is not its own, as NumPy's memory.
         if updates.early.buckets:
             self.finish(self._named(takes))
-        chunks = updates.engine_of(self._state).run() if updates.late else ()
-        return New(updates.named(taken | self._made), updates.sent(self._state, chunks))
+        sent = updates.sent(self._state, updates.engine_of(self._state).run) if updates.late else {}
+        return New(updates.named(taken | self._made), sent)
 
     def take(self) -> dict[int, Any]:
         """See `HostRun`: before any is overwritten, so that no interruption leaves a half new state."""
