@@ -111,7 +111,7 @@ class HostEngine:
         shards = [[leaf.buffers[k] for leaf in leaves.values()] for k in range(len(self.at))]
         self.update.prepare(shards, self._inputs(reads))
         # The outputs that are written next must be nobody's.
-        self._sets.append(self._sets.pop(0))
+        self._sets = [*self._sets[1:], self._sets[0]]  # At once: an interrupt loses none.
         # The devices have computed with these long ago, unless nobody used them.
         alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
         jax.block_until_ready([x for x in alive if not x.is_deleted()])

@@ -59,20 +59,21 @@ class Pending:
 
 
 class Sections(NamedTuple):
-    """The list, in the order in which it runs.
+    """The list, in the order in which its parts end.
 
     Attributes:
       entering: parameters that the hosts read and renew go down, as they are then.
       gradients: forward and backward; gradients go down.
+      on_devices: what is stored on the devices is updated there, while the hosts work: it begins when their
+        update is prepared.
       update: the hosts update. A delayed step does the one of the step before.
-      on_devices: what is stored on the devices is updated there, while the hosts work.
       commit: files have a new version.
     """
 
     entering: Section
     gradients: Section
-    update: Section
     on_devices: Section
+    update: Section
     commit: Section
 
     @property
@@ -161,8 +162,8 @@ class HostStep(ListedStep):
     def _sections(self) -> Sections:
         commit = (Commit(NVME),) if self.updates.store == NVME else ()
         return Sections(
-            Section(self._sending(self._entered, copies=1)), self._gradients(), Section((self._update,)),
-            Section(tuple(self._on_devices())), Section(commit),
+            Section(self._sending(self._entered, copies=1)), self._gradients(),
+            Section(tuple(self._on_devices())), Section((self._update,)), Section(commit),
         )  # fmt: skip
 
     def _sending(self, variables: Sequence[Var], copies: int) -> tuple[Op, ...]:
