@@ -193,7 +193,7 @@ def most_pinned(run):
     found = [0]
 
     def called(frame, event, arg):
-        if re.fullmatch(r".*/jzero/offload/_[a-z_]+\.py", frame.f_code.co_filename):
+        if re.fullmatch(r".*/jzero/offload/(execute/)?_[a-z_]+\.py", frame.f_code.co_filename):
             found[0] = max(found[0], _available.pinned_bytes("cpu"))
 
     before = sys.gettrace()

@@ -285,8 +285,8 @@ class InterruptedSweep:
         return self._line
 
 
-@pytest.mark.slow(but=["68"])
-@pytest.mark.parametrize("every", [68, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow(but=["34"])
+@pytest.mark.parametrize("every", [34, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_at_every_line(every, tmp_path):
     """No thread and no buffer is lost, the next step works, and the state is of one step or the next."""
     threads, ring, where, committed = _thread._count(), new_ring(), set(), 0

@@ -64,7 +64,7 @@ class Interrupted:
     Each part of a step, each iteration of a loop, and each bucket of the update is some of these calls.
     """
 
-    FILES = re.compile(r".*/jzero/offload/_[a-z_]+\.py")
+    FILES = re.compile(r".*/jzero/offload/(execute/)?_[a-z_]+\.py")
 
     def __init__(self, at: int):
         self._at, self.calls, self.where = at, 0, ""

@@ -55,8 +55,8 @@ WITH_MASTERS = {
 def passed(train_step, *arguments) -> tuple[list[str], list[str]]:
     """Types of what the forward-backward program returns, and of the leaves on devices that buckets read."""
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
-    leaves, update = step._plan.leaves, step._plan.update
-    inputs = {v: i for i, v in enumerate(step._invars)}
+    leaves, update = step.plan.leaves, step.plan.update
+    inputs = {v: i for i, v in enumerate(step.invars)}
     reads = {var for subgraph in update.subgraphs for var in subgraph.reads}
     here = [v for v in reads if v in inputs and leaves[inputs[v]].tier == "device"]
     assert list(step.grad.gives) == list(dict.fromkeys(step.grad.gives))

@@ -153,10 +153,11 @@ def _here(op: Op) -> tuple[Sequence[Ref], Sequence[Ref]]:
 def _there(op: Op) -> tuple[Sequence[Ref], Sequence[Ref]]:
     """What an operation reads of the stores, and makes there."""
     match op:
-        case Fetch(refs, store, by=by):
+        case Fetch(refs, store, by=by, frees=frees):
             if store == NVME:
                 return (), ()
-            return ([ref.of if isinstance(ref, Slice) else ref for ref in refs] if by else refs), ()
+            read = [ref.of if isinstance(ref, Slice) else ref for ref in refs] if by else refs
+            return (*read, *frees), ()
         case Send(refs, by=by):
             # Of a stack that a program writes its slices into, all are there with the last one.
             return ((), ()) if by else ((), refs)
