@@ -143,7 +143,8 @@ class DeviceStep(ListedStep):
         for x in consumed if self.layered else ():  # Programs of parts donate no leaf.
             free(x)
         del consumed  # No reference outlives a bucket that consumes it.
-        run.run(self._update)
+        if self.buckets:
+            run.run(self._update)
         outs = {
             i: (run.there if self._is_pinned(i) else run.here)[value]
             for i, value in self._new.items()

@@ -171,12 +171,13 @@ class HostStep(ListedStep):
         if not variables:
             return ()
         enter = _conversions.entering(self.planned, variables)
-        run = _to_host(
-            lambda leaves: leaves if enter is None else enter(leaves), self._places(variables)
-        )
+
+        def enter_part(leaves: list[Any]) -> list[Any]:
+            return leaves if enter is None else enter(leaves)
+
+        run = of_list(_to_host(enter_part, self._places(variables)))
         made = tuple(self._reads[var] for var in variables)
-        enters = Run("", tuple(map(self.name, variables)), made, of_list(run))
-        return enters, *_sent(made, copies)
+        return Run("", tuple(map(self.name, variables)), made, run), *_sent(made, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
         """Where on the devices that rests which goes to the host."""
