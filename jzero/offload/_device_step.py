@@ -44,7 +44,7 @@ class DeviceStep(ListedStep):
         # Over automatic axes, equal programs may have to leave their leaves in different places.
         self.compiled = Compiled(share=not planned.plan.automatic)
         # The shardings of what is in pinned memory when the update begins, or comes to be there.
-        self._pinned = {var: shardings[self.leaf_of[var]] for var in self.away}
+        self._pinned = {var: shardings[i] for var, i in self.away.items()}
         for var in self.layered.sent if self.layered else ():
             place = self.grad.types[var].aval(planned.mesh).sharding
             self._pinned[var] = place.with_memory_kind(PINNED)

@@ -68,8 +68,8 @@ class FileUpdates(HostUpdates):
         if policy.gradients:
             layered = self.step.layered
             assert layered is not None, "refused where policies are made"
-            known = {*self.known, *self._renewed, *self.stays, *layered.literals}
-            self._waiting = layered.hand_over([v for v in self.in_tiles() if v not in known])
+            mine = layered.gradients.keys() - {*self.stays, *layered.literals}
+            self._waiting = layered.hand_over([v for v in self.in_tiles() if v in mine])
             self.tell()
 
     @property
@@ -79,11 +79,6 @@ class FileUpdates(HostUpdates):
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket:
         return self.host  # Tiles that are updated already are left out.
-
-    @property
-    def _renewed(self) -> set[Var]:
-        """Of what the hosts read besides their leaves, what they renew."""
-        return {self.step.invars[i] for i in self.host.outs if i < len(self.step.leaves)}
 
     def in_tiles(self) -> Collection[Var]:
         found = self.host.traced.inputs_in_tiles(self.residents.values())
@@ -115,7 +110,7 @@ class FileUpdates(HostUpdates):
         others = [v for v in every if not v.aval.shape]
         return [*dict.fromkeys([*self.arriving(bucket), *others, *self.known])]
 
-    @property
+    @functools.cached_property
     def late_reads(self) -> list[Var]:
         return self.host.reads
 

@@ -202,7 +202,7 @@ class HostUpdates(abc.ABC):
         """The leaves that the hosts renew in their place, by index."""
         return self.host.leaves
 
-    @property
+    @functools.cached_property
     def late_reads(self) -> list[Var]:
         """What an update takes that ends when all gradients are there, and numbers that others assumed."""
         late = self.late.reads if self.late else []

@@ -29,6 +29,7 @@ class ListedStep(SegmentedStep):
       builder: of its programs.
       leaves: where the state is stored.
       layered: forward and backward part by part, if parameters are stored on the hosts.
+      away: for each leaf that is stored away from the devices, its index.
     """
 
     def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding]):
@@ -36,6 +37,7 @@ class ListedStep(SegmentedStep):
         self.builder = Builder(planned, shardings)
         super().__init__(self.builder)
         self.layered: LayeredSegment | None = None
+        self.away = {var: i for var, i in self.leaf_of.items() if self.leaves[i].tier != DEVICE}
         self._names = dict(zip(self.invars, map(Value.of_leaf, self.leaves), strict=False))
 
     def cut(self, window: Window, sent: Callable[[Var], bool]) -> None:
@@ -88,11 +90,6 @@ class ListedStep(SegmentedStep):
         here |= {self.name(var): x for var, x in values.items() if var not in away}
         there: dict[Any, Any] = {self.name(var): values[var] for var in away}
         return Execution(program, here, there, host)
-
-    @property
-    def away(self) -> list[Var]:
-        """The leaves that are stored away from the devices."""
-        return [self.invars[i] for i, leaf in enumerate(self.leaves) if leaf.tier != DEVICE]
 
     def run_gradients(self, run: Execution, gradients: Section) -> None:
         with self.layered.reading(run.there) if self.layered else NO_FILES as files:
