@@ -36,7 +36,7 @@ def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVal
 
 def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> DeviceValue:
     aval, axes = eqn.outvars[j].aval, layout.axes
-    return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
+    return DeviceValue(aval, layout, {layout: x}, like.rows & axes)
 
 
 def _gather_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
@@ -45,9 +45,9 @@ def _gather_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -
 
 # -- argmax and top-k ------------------------------------------------------------------------------------
 def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """`argmax`, `argmin`: reduces the extreme, and then the first position that has it; NaN counts as in JAX.
+    """Reduces the extreme, and then the first position that has it; NaN counts as in JAX.
 
-    Of Booleans the extreme is known; if no element has it, position 0 is right.
+    The extreme of Booleans is known; if no element has it, position 0 is right.
     """
     (value,), (d,), out = ins, eqn.params["axes"], eqn.outvars[0].aval
     layout, dtype = value.layout, value.aval.dtype
@@ -151,7 +151,7 @@ _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 
 
 def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """A cumulative sum (product, extreme): of the shard, combined with the totals of the shards before it."""
+    """The shard's cumulative sum (product, extreme), combined with the totals of the shards before it."""
     (value,), d = ins, eqn.params["axis"]
     layout, name = value.layout, eqn.primitive.name
     shards = shards_of(layout.dims[d], layout)
@@ -185,7 +185,6 @@ def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
 def _behind(
     name: str, dim: int, reverse: bool, own: jax.Array, totals: jax.Array, index: jax.Array
 ) -> jax.Array:
-    """Combines each block's cumulative sum with the totals of the blocks before it."""
     reduces, combine = _RUNNING[name]
     running: Callable[..., jax.Array] = getattr(lax, name)
     upto = running(totals, dim, reverse=reverse)
@@ -200,7 +199,7 @@ def _behind(
 
 # -- parts ---------------------------------------------------------------------------------------------
 def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of operands that are sharded alike or replicated: a device concatenates its shards of them."""
+    """Operands must be sharded alike or replicated: a device concatenates its shards of them."""
     d, num = eqn.params["dimension"], len(ins)
     shards = [v for v in ins if v.make is None and v.layout.dims[d].cuts]
     own = shards[0].layout if shards else ins[0].layout
@@ -275,7 +274,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
 def _from_replicated(
     frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
 ) -> DeviceValue | None:  # fmt: skip
-    """Evenly sharded, of padded dims that are gathered already: all tokens but the last."""
+    """Evenly sharded, if padded dims are gathered already: all tokens but the last."""
     layout, out = value.layout, eqn.outvars[0].aval.shape
     cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]
     source = layout.without([axis for _, axis in cuts])
@@ -316,7 +315,7 @@ def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
 
 
 def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
-    """The layout of most of a dim from its beginning, where the rest becomes padding."""
+    """The layout of most of a dim from its beginning; the rest becomes padding."""
     dim = layout.dims[d]
     padded = dim.pad is not None and dim.pad.outer > 1
     if start or padded or 2 * size <= dim.size or dim.cuts[0].outer > 1:

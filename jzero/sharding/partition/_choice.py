@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factor of an equation that each mesh axis shards, by cost.
+"""Chooses the factor of an equation that each mesh axis shards, by cost.
 
 [Note: rows stay, the state moves] The candidates of a mesh axis are the factors whose dim an operand has
 sharded over the axis; the one that moves the fewest bytes is taken. If an operand is batch-sharded over the
-axis, moving state to it costs nothing, whatever the sizes: this makes it ZeRO. State that a user's spec
-shards is `firm`, and moving it does cost.
+axis, moving state to it costs nothing, whatever the sizes: this makes it ZeRO.
 
 [Note: columns of tables] A table of the state that is sharded along its columns need not be gathered for a
 look-up: all indices are gathered, each device looks up its columns, and an all-to-all makes batch-sharded
@@ -42,25 +41,24 @@ class _Candidate(NamedTuple):
 
 @dataclasses.dataclass
 class FactorChoice:
-    """Chooses for each mesh axis the factor that it shards."""
-
     frame: DeviceFrame
     eqn: Eqn
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     partial: tuple[Partial, ...]
-    displaced: frozenset[str] = frozenset()
+    exchanged: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
-        """The chosen factors. Sets `displaced`, the axes whose rows are then along another dim."""
+        """The chosen factors. Sets `exchanged`: axes whose rows are along another dim of the result."""
         if (alike := self._alike()) is not None:
             cuts = [(cut.axis, i) for i, dim in alike.items() for cut in dim.cuts]
-            self.displaced = frozenset(
-                axis for axis, i in cuts if self._is_displaced(axis, i, alike[i])
+            self.exchanged = frozenset(
+                axis for axis, i in cuts if self._is_exchanged(axis, i, alike[i])
             )
             return alike
-        if not self.frame.shared.has_rows and self._gathers_state():
-            return {}
+        in_pass = self.frame.region.pass_of(self.eqn) is not None
+        if in_pass and not self.frame.shared.has_rows and not self.partial:
+            return {}  # Nothing is batch-sharded: each device computes everything on gathered state.
         self.chosen: dict[int, Dim] = {}
         partial = {p.axis for p in self.partial}
         for axis in self.frame.mesh:
@@ -69,26 +67,20 @@ class FactorChoice:
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in partial and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
-                if self._is_displaced(axis, best.factor, best.dim, best.elsewhere):
-                    self.displaced |= {axis}
+                if self._is_exchanged(axis, best.factor, best.dim, best.elsewhere):
+                    self.exchanged |= {axis}
         return self.chosen
 
-    def _is_displaced(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
+    def _is_exchanged(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
         """Whether the result's rows over the axis are along another dim than the batch dim."""
-        if not any(v.displaced for v in self.ins):
+        if not any(v.exchanged for v in self.ins):
             return elsewhere and any(axis in v.rows for v in self.ins)
         if elsewhere:
-            return not any(axis in v.displaced for v in self.ins)
+            return not any(axis in v.exchanged for v in self.ins)
         outer = next(cut.outer for cut in dim.cuts if cut.axis == axis)
         each = zip(self.ins, self.factors[i].ins, strict=True)
         here = [v for v, d in each if axis in v.rows and _place(v, axis) == (d, outer)]
-        return bool(here) and all(axis in v.displaced for v in here)
-
-    def _gathers_state(self) -> bool:
-        """Whether a pass of `jax.grad` without any batch-sharded argument reads gathered state."""
-        firm = any(v.firm for v in self.ins)
-        in_pass = self.frame.region.pass_of(self.eqn) is not None
-        return in_pass and not firm and not self.partial
+        return bool(here) and all(axis in v.exchanged for v in here)
 
     def _table(self) -> str:
         table, _, *updates = self.ins
@@ -145,7 +137,7 @@ class FactorChoice:
         hard = [v for v in holders if v.make is None] or holders
         # The gradient of a mean over tokens is lazy and batch-sharded: it leads too.
         rows = [v for v in hard if axis in v.rows] or [v for v in holders if axis in v.rows]
-        lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
+        lead = rows or hard
         found: dict[tuple[int, Dim], _Candidate] = {}
         for value in lead:
             d, outer = _place(value, axis)
@@ -162,7 +154,7 @@ class FactorChoice:
         )
 
     def _is_cheaper_replicated(self, axis: str, best: _Candidate) -> bool:
-        """Whether an equation of state alone is cheaper on gathered operands, with a replicated result."""
+        """Whether an equation of state alone is cheaper on gathered operands."""
         if any(v.rows for v in self.ins):
             return False
         distinct = dict.fromkeys(v if v.view is None else v.view[1] for v in self.ins)
@@ -172,7 +164,7 @@ class FactorChoice:
         self, axis: str, lead: Sequence[DeviceValue], rows: bool,
         found: dict[tuple[int, Dim], _Candidate],
     ) -> None:  # fmt: skip
-        """Considers factors of other dims of operands that are sharded over the axis: an all-to-all."""
+        """Considers, by an all-to-all, factors of other dims of operands that are sharded over the axis."""
         for value in lead:
             here, _ = _place(value, axis)
             for i, factor in enumerate(self.factors):
@@ -188,7 +180,7 @@ class FactorChoice:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
 
     def _is_kept_for_another(self, axis: str, factor: Factor, own: Dim) -> bool:
-        """Whether the dim holds rows of a later axis, which another cut before theirs would move."""
+        """Whether the dim has rows of a later axis, which would move if this axis cut it first."""
         cuts = {c for v, d in zip(self.ins, factor.ins, strict=True) if d is not None and v.rows
                 for c in v.layout.dims[d].cuts}  # fmt: skip
         return any(cut.axis != axis and cut not in own.cuts for cut in cuts)
@@ -197,7 +189,7 @@ class FactorChoice:
         """Whether the best choice without all-to-all moves rows, or leaves activations partial."""
         if best.cost == 0:
             return False
-        if any(axis in v.displaced for v in rows):
+        if any(axis in v.exchanged for v in rows):
             return True
         if _look_ups.is_look_up(self.eqn, self.factors[best.factor]):
             return True
@@ -223,11 +215,11 @@ class FactorChoice:
             return
         cost, moves_rows, lost = 0, False, False
         for value, d in zip(self.ins, factor.ins, strict=True):
-            if rows and axis not in value.rows | value.partial_axes | value.firm:
+            if rows and axis not in value.rows | value.partial_axes:
                 continue
             price = self.frame.price(value, axis, d, outer)
             moved = price > 0 and axis in value.rows
-            moves_rows, lost = moves_rows or moved, lost or moved and axis not in value.displaced
+            moves_rows, lost = moves_rows or moved, lost or moved and axis not in value.exchanged
             cost += price
         if is_reduced(factor):
             cost += self._sum_price(axis, dim.true)
@@ -237,7 +229,7 @@ class FactorChoice:
             and self.eqn.primitive.name in ("gather", "scatter-add")
             and factor.ins[1] is None
             or lost
-            and any(axis in v.displaced for v in self.ins)
+            and any(axis in v.exchanged for v in self.ins)
         ):
             cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
@@ -251,23 +243,22 @@ class FactorChoice:
         return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
     def _sum_price(self, axis: str, size: int) -> int:
-        """The price of the reduction over the axis: a reduce-scatter if a hint or `_is_spread` says where.
+        """The price of the reduction over the axis: a reduce-scatter if it is known where to scatter.
 
-        A reduction over several axes is hierarchical: each axis reduces the part that the axes before it
-        leave.
+        In a reduction over several axes, each axis reduces the part that the axes before it leave.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         summed = {p.axis for p in self.partial} | {
             cut.axis for dim in self.chosen.values() for cut in dim.cuts
         }
         for var in self.eqn.outvars:
-            scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
+            scattered = self.frame.hint_of(var) is not None or self._is_scattered(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return self.frame.wire(axis, "reduce", total)
 
-    def _is_spread(self, axis: str, size: int) -> bool:
-        """Whether a partial sum of activations over a dim of that size is scattered along another one."""
+    def _is_scattered(self, axis: str, size: int) -> bool:
+        """Whether a partial sum of activations, over a dim of that size, is scattered along another one."""
         cut, shape = self._axes_of_result(), self.eqn.outvars[0].aval.shape
         taken = {self.factors[i].outs[0] for i in self.chosen}
         alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))

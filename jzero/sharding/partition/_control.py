@@ -20,10 +20,9 @@ from jzero.sharding.analysis._frames import split
 from jzero.sharding.partition._carries import added_to, source_of, sum_of
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._loops_in_time import has_ends
+from jzero.sharding.partition._loops_in_time import ends_loop
 from jzero.sharding.partition._movement import ITERATIONS_DEPEND
 from jzero.sharding.partition._values import DeviceValue, common
-from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
@@ -65,7 +64,6 @@ def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]
 
 
 def _new(aval: Aval, layout: Layout, rows: frozenset[str] = frozenset()) -> DeviceValue:
-    """A value in a new variable."""
     x = _jaxpr.var_like(aval, layout.local_shape)
     return DeviceValue(aval, layout, {layout: x}, rows & layout.axes)
 
@@ -76,15 +74,13 @@ def _vars(values: Sequence[DeviceValue]) -> list[Any]:
 
 # -- loops ---------------------------------------------------------------------------------------------------
 class _CarryLayout(NamedTuple):
-    """The layout of a carry in all iterations, and the axes over which it is batch-sharded."""
-
     layout: Layout
     rows: frozenset[str]
 
 
 @dataclasses.dataclass
 class _LoopWriter:
-    """A loop whose body is written until the layouts of its carries are stable."""
+    """A loop; its body is written again until the layouts of its carries are stable."""
 
     frame: DeviceFrame
     region: Region
@@ -94,7 +90,7 @@ class _LoopWriter:
 
     @functools.cached_property
     def effect_tokens(self) -> list[Atom]:
-        """The token that the loop carries if it has ordered effects: [Note: the order of effects]."""
+        """The token that a loop with ordered effects carries, [Note: the order of effects]."""
         return [self.frame.effect_token] if _jaxpr.has_ordered_effects(self.eqn) else []
 
     def enter_effects(self, inner: DeviceFrame) -> list[Var]:
@@ -125,7 +121,6 @@ class _LoopWriter:
         ]
 
     def is_own(self) -> list[bool]:
-        """Which results are device-varying."""
         return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
     def carried(
@@ -136,7 +131,7 @@ class _LoopWriter:
     def after(
         self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
     ) -> list[_CarryLayout]:  # fmt: skip
-        """The layouts that a body returns, with fewer cuts from the third attempt on, so that it ends."""
+        """The layouts that a body returns. From the third attempt on they only lose cuts, so that it ends."""
         found = []
         for old, value, own in zip(before, outs, self.is_own(), strict=False):
             layout = old.layout if value.make is not None or own else value.layout
@@ -148,8 +143,6 @@ class _LoopWriter:
 
 @dataclasses.dataclass
 class _ScanWriter(_LoopWriter):
-    """Writes a `scan`."""
-
     def __post_init__(self) -> None:
         self.parts = _jaxpr.scan_parts(self.eqn)
         (self.body,) = self.region.inner(self.eqn)
@@ -178,7 +171,7 @@ class _ScanWriter(_LoopWriter):
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def sums(self, j: int) -> bool:
-        """Whether a carry is a sum of terms of iterations that nothing else in the body reads or returns."""
+        """Whether the body only adds to a carry: nothing else in it reads or returns it."""
         jaxpr = self.body.jaxpr
         out, carry = jaxpr.outvars[j], jaxpr.invars[self.parts.num_consts + j]
         once = sum(atom is out for atom in jaxpr.outvars) == 1
@@ -186,22 +179,22 @@ class _ScanWriter(_LoopWriter):
 
     def _stack(self, value: DeviceValue) -> Layout:
         """The layout that iterations slice; of state in an inner loop, as gathered before the outer one."""
-        if value.is_state and not value.firm and self.frame.outer is not None and self.frame.hoists:
+        if value.is_state and self.frame.outer is not None and self.frame.hoists:
             return self.frame.replicated(value.aval.shape)
         return _of_iterations(value)
 
     def _waits(self, j: int) -> bool:
-        """Whether a sum over iterations may stay partial until the last one, replicated on each device.
+        """Whether a sum over iterations may stay partial until the last one.
 
-        Not the gradients of the step's own loop over microbatches, from stage 2 on: each iteration reduces
-        them. With jzero's microbatches iterations cannot reduce over time, and they do stay partial.
+        Gradients of the step's own loop over microbatches may not, from stage 2 on: each iteration reduces
+        them. With jzero's microbatches they do, since iterations cannot reduce over time.
         """
         is_of_pass = self.region.pass_of(self.eqn) is not None
         once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
     def _is_accumulated(self, var: Var) -> bool:
-        """Whether the enclosing loop only accumulates it, so that it stays partial until the loop's end."""
+        """Whether the enclosing loop only accumulates it, so that it stays partial until that loop's end."""
         out = added_to(self.region, var)
         return out is not None and out in self.frame.accumulated
 
@@ -232,7 +225,7 @@ class _ScanWriter(_LoopWriter):
     def _slice(self, value: DeviceValue, stack: Layout) -> DeviceValue:
         layout = dataclasses.replace(stack, dims=stack.dims[1:])
         row = _new(_jaxpr.var_like(value.aval, layout.shape).aval, layout, value.rows)
-        row.firm, row.displaced = value.firm & layout.axes, value.displaced & layout.axes
+        row.exchanged = value.exchanged & layout.axes
         row.origin = value.origin
         return row
 
@@ -274,12 +267,12 @@ class _ScanWriter(_LoopWriter):
         first = self.frame.replicated(var.aval.shape[:1]).dims
         layout = dataclasses.replace(row.layout, dims=(*first, *row.layout.dims))
         stack = _new(_jaxpr.var_like(row.aval, var.aval.shape).aval, layout, row.rows)
-        stack.displaced = row.displaced & layout.axes
+        stack.exchanged = row.exchanged & layout.axes
         stack.origin = None if row.rows else row.origin
         return stack
 
     def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
-        """Casts a stack as its slices were cast, since iterations stack partial sums before their casts."""
+        """Casts a stack as its slices were cast: iterations stack partial sums before their casts."""
         hint = self.frame.hint_of(var)
         for cast in _casts(row):
             value.hint = hint
@@ -290,7 +283,7 @@ class _ScanWriter(_LoopWriter):
 
 
 def _of_iterations(value: DeviceValue) -> Layout:
-    """The layout of a stack whose iterations are not divided: cuts of its dim 0 by rows move to dim 1."""
+    """A stack's layout with dim 0 not divided; cuts of dim 0 by rows move to dim 1 where they fit."""
     cuts = value.layout.dims[0].cuts
     layout = value.layout.without([cut.axis for cut in cuts])
     if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
@@ -318,10 +311,10 @@ def _before_casts(v: DeviceValue) -> DeviceValue:
 
 @dataclasses.dataclass
 class _RowScanWriter(_ScanWriter):
-    """Writes a `scan` along the batch: each device runs the iterations of its own rows.
+    """A `scan` along the batch: each device runs the iterations of its own rows.
 
-    Nothing in the body is sharded, and nothing communicates. A carry must be unchanged, or a sum over
-    iterations that the body does not read.
+    Nothing in the body is sharded or communicates. A carry must be unchanged, or a sum over iterations that
+    the body does not read.
     """
 
     def can_write(self) -> bool:
@@ -344,7 +337,6 @@ class _RowScanWriter(_ScanWriter):
         return source_of(self.body, jaxpr.outvars[j]) is jaxpr.invars[self.parts.num_consts + j]
 
     def write(self) -> list[DeviceValue]:
-        """Writes the loop; its results are partial sums and batch-sharded stacks."""
         inner, frame, (rows,) = self.inner(self.body), self.frame, self.rows
         num, axes = len(self.init), frozenset(cut.axis for cut in rows.cuts)
         self.reduce(self.consts)
@@ -384,7 +376,7 @@ def _is_of_rows(v: DeviceValue) -> bool:
 
 @dataclasses.dataclass
 class _WhileWriter(_LoopWriter):
-    """Writes a `while`; all devices decide alike, since the predicate is replicated.
+    """A `while`. All devices decide alike, since the predicate is replicated.
 
     [Note: loops of single rows] Under `jax.vmap` a predicate has an element for each row, and a row that is
     done keeps its carry. If nothing in the loop communicates, each device stops when its own rows are done;
@@ -431,7 +423,7 @@ class _WhileWriter(_LoopWriter):
         self.rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
 
     def _with_rows(self, carry: _CarryLayout) -> _CarryLayout:
-        """Batch-sharded as the first carry that is, for a loop of single rows."""
+        """In a loop of single rows, all carries are batch-sharded as the first one that is."""
         layout = carry.layout.without([c.axis for dim in self.rows for c in dim.cuts])
         layout = layout.with_dims(dict(enumerate(self.rows)))
         return _CarryLayout(layout, carry.rows | {c.axis for dim in self.rows for c in dim.cuts})
@@ -472,11 +464,12 @@ class _WhileWriter(_LoopWriter):
         test, cond, go = self._predicate(carries, replicated)
         if self.of_rows and not replicated:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
-            meet = any(communicates(x, frame.moves) for x in (cond, body))
+            eqns = [*_jaxpr.walk(cond), *_jaxpr.walk(body)]
+            meet = any(each.outvars and each.outvars[0] in frame.moves for each in eqns)
             if (
                 not alike
                 or meet
-                or any(has_ends(x, a) for x in (cond, body) for a in frame.over_time)
+                or any(ends_loop(each, a) for each in eqns for a in frame.over_time)
             ):
                 return None
         frame.source = self.eqn
@@ -511,7 +504,7 @@ class _WhileWriter(_LoopWriter):
 def _cond(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue], run: RunRegion
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes a `cond`: conversions of operands are written in the branches, which return equal layouts."""
+    """Conversions of operands are written in the branches, which return equal layouts."""
     index, *operands = ins
     inner = region.inner(eqn)
     if _jaxpr.branch_of_steps(eqn) is not None:

@@ -99,8 +99,8 @@ def _own(
 ) -> Atom:  # fmt: skip
     """This device's matrices: `[m/k, n, d]`.
 
-    Replicated matrices are sliced first, so that no device stacks all of them. Partial sums of which nobody
-    reads shards are reduced by the same all-to-all.
+    Replicated matrices are sliced first, so that no device stacks all of them. Partial sums whose shards
+    nobody reads are reduced by the same all-to-all.
     """
     shape, num = values[0].aval.shape, len(values)
     layouts = {v.layout for v in values if v.make is None}

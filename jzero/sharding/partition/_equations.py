@@ -29,8 +29,7 @@ FactorCuts = Mapping[int, Dim]
 def passes_partial(eqn: Eqn) -> bool:
     """Whether a partial sum stays partial: the equation is linear, its result no larger, or small.
 
-    Partial sums do not pass a cast to another dtype: a sum is reduced in the dtype in which the step wrote
-    it.
+    It passes no cast to another dtype: a sum is reduced in the dtype in which the step wrote it.
     """
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
@@ -127,7 +126,6 @@ def _widens(eqn: Eqn) -> bool:
 def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
-    """Writes an equation that holds no programs."""
     partial = partial_through(frame, eqn, ins) or time_partial_through(frame, eqn, ins)
     if not partial:
         reduce_operands(frame, eqn, ins, factors)
@@ -137,7 +135,7 @@ def ordinary(
         return _replicated(frame, eqn, ins)
     choice = FactorChoice(frame, eqn, ins, factors, partial)
     chosen = choice.run()
-    written = _Written(frame, eqn, ins, factors, chosen, partial, choice.displaced).run()
+    written = _Written(frame, eqn, ins, factors, chosen, partial, choice.exchanged).run()
     lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in partial}
     lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
     return [reshard(frame, v, ins, lost) for v in written] if lost else written
@@ -174,16 +172,16 @@ def reduce_operands(
     for k, v in enumerate(ins):
         if v.layout.partial:
             beside = _beside(frame, eqn, ins, factors, k)
-            if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
-                v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
-                displaced = v.partial_axes & (v.spread or frame.replicated(v.aval.shape)).axes
+            if v.scatter_to is None and _rules.costs(eqn, Cost.PRODUCT):
+                v.scatter_to = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
+                exchanged = v.partial_axes & (v.scatter_to or frame.replicated(v.aval.shape)).axes
                 frame.reduce(v, beside)
-                v.displaced |= displaced & v.rows
+                v.exchanged |= exchanged & v.rows
             frame.reduce(v, beside)
 
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
-    """Where a product's partial operand is scattered: batch-sharded as another reader of it would have it."""
+    """The layout, batch-sharded, that another reader of a product's partial operand wants."""
     region, layout = frame.region, frame.replicated(value.aval.shape)
     atom = _jaxpr.variable(eqn.invars[k])
     eqns = region.jaxpr.eqns
@@ -273,15 +271,13 @@ def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> lis
 
 @dataclasses.dataclass
 class _Written:
-    """Writes one device's equation."""
-
     frame: DeviceFrame
     eqn: Eqn
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     chosen: FactorCuts
     partial: tuple[Partial, ...]
-    displaced: frozenset[str]
+    exchanged: frozenset[str]
 
     def run(self) -> list[DeviceValue]:
         reduced = {i: dim for i, dim in self.chosen.items() if is_reduced(self.factors[i])}
@@ -307,7 +303,7 @@ class _Written:
         axes = {cut.axis for i in self.chosen for cut in self.chosen[i].cuts}
         if any(is_looked_up_in_rows(self.eqn, self.ins, axis) for axis in axes):
             self._end_in_rows(values[0])
-        elif self.eqn.primitive.name == "gather" and self.ins[0].rows & self.displaced:
+        elif self.eqn.primitive.name == "gather" and self.ins[0].rows & self.exchanged:
             self._end_along_indices(values[0])
         return values
 
@@ -341,23 +337,22 @@ class _Written:
             value.layout, value.rows = layout, (value.rows | window) & layout.axes
 
     def _end_along_indices(self, value: DeviceValue) -> None:
-        """Look-ups in rows that an all-to-all made columns of are sharded along their indices."""
-        axes = self.ins[0].rows & self.displaced & self._columns()
+        """Shards look-ups along their indices, if an all-to-all had moved rows to columns."""
+        axes = self.ins[0].rows & self.exchanged & self._columns()
         line = Dim(1, tuple(AxisCut(axis, 1) for axis in self.frame.mesh if axis in axes))
         layout = axes and _look_ups.along_indices(self.eqn, value.layout.without(axes), line)
         if layout:
             self.frame.at(value, layout)
-            value.layout, value.displaced = layout, value.displaced - axes
+            value.layout, value.exchanged = layout, value.exchanged - axes
 
     def _columns(self) -> frozenset[str]:
-        """The axes over which a table's columns are sharded."""
         dims = [dim for i, dim in self.chosen.items() if self.factors[i].ins[1] is None]
         return frozenset(cut.axis for dim in dims for cut in dim.cuts)
 
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
     ) -> list[DeviceValue]:  # fmt: skip
-        """The results as partial sums. Nothing is linear in maxima and minima: they are reduced at once."""
+        """Nothing is linear in maxima and minima: they are reduced at once. Sums stay partial."""
         more = [
             Partial(cut.axis, self.factors[i].reduces or "")
             for i, dim in reduced.items()
@@ -416,10 +411,9 @@ class _Written:
     def _value(self, j: int, x: Atom, layout: Layout) -> DeviceValue:
         aval, axes = self.eqn.outvars[j].aval, layout.axes
         rows = frozenset(a for v in self.ins for a in v.rows)
-        firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
-        found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
+        found = DeviceValue(aval, layout, {layout: x}, rows & axes)
         (first, *others), name = self.ins, self.eqn.primitive.name
-        found.spread, found.displaced = self._spread(layout), self.displaced & axes
+        found.scatter_to, found.exchanged = self._scatter_to(layout), self.exchanged & axes
         found.looked_up, found.is_activation = self._is_looked_up(), self._is_activation()
         if found.partial_axes & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
@@ -433,13 +427,11 @@ class _Written:
         return found
 
     def _is_activation(self) -> bool:
-        """Whether the partial sum is one of activations, not a gradient."""
         if self.partial:
             return any(v.is_activation and v.layout.partial for v in self.ins)
         return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
-        """Whether the partial sum is a look-up along a batch-sharded dim."""
         if self.partial:
             return any(v.looked_up and v.layout.partial for v in self.ins)
         axes = {
@@ -450,10 +442,10 @@ class _Written:
         }
         return bool(axes & self.ins[0].rows)
 
-    def _spread(self, layout: Layout) -> Layout | None:
+    def _scatter_to(self, layout: Layout) -> Layout | None:
         """Where a partial sum over the batch is scattered: along a dim of its size (keys, queries)."""
         if self.partial:
-            return spread_on(self.eqn, self.ins[0].spread)
+            return scatter_to_through(self.eqn, self.ins[0].scatter_to)
         if not any(is_reduced(self.factors[i]) for i in self.chosen):
             return None
         found = self.frame.replicated(layout.shape)
@@ -472,8 +464,8 @@ class _Written:
         return None if found.is_replicated else found
 
 
-def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
-    """`DeviceValue.spread` of the result of an equation that the partial sum passes."""
+def scatter_to_through(eqn: Eqn, before: Layout | None) -> Layout | None:
+    """`DeviceValue.scatter_to` of the result of an equation that the partial sum passes."""
     shape = eqn.outvars[0].aval.shape
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before

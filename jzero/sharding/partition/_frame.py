@@ -26,15 +26,10 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
 class WrittenStep(NamedTuple):
-    """Facts about a step with collectives of its own.
+    """Facts about a step with collectives of its own."""
 
-    Attributes:
-      frame: which of its values are device-varying.
-      axis_names: the mesh axes behind each axis name that it uses.
-    """
-
-    frame: Frame
-    axis_names: Mapping[str, tuple[str, ...]]
+    frame: Frame  # knows which values are device-varying
+    axis_names: Mapping[str, tuple[str, ...]]  # the mesh axes behind each axis name of the step
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
         """The axes over which a value of the step is device-varying; none for values that jzero wrote."""
@@ -48,28 +43,19 @@ class WrittenStep(NamedTuple):
 
 @dataclasses.dataclass
 class Partitioning:
-    """State that all frames of a program share: the mesh, hints, and the collectives written so far.
-
-    Attributes:
-      prices: of collectives along each axis.
-      leaves: the names of the inputs.
-      once: whether gradients that a loop of the step accumulates are reduced behind it, not in each
-        iteration.
-      has_rows: whether an argument is batch-sharded, or a constraint asks for it. If not, every device
-        gathers the state and computes everything.
-      time: the axis of microbatches, if there are several.
-      automatic: names of the inputs that XLA shards over Auto axes; None without Auto axes.
-      distributed: the updates of matrices that devices share out.
-      written: facts about a step with collectives of its own.
-    """
+    """What all frames of a program share: the mesh, hints, and the collectives written so far."""
 
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Hint | None]
-    leaves: Sequence[str]
+    leaves: Sequence[str]  # the names of the inputs
+    # Gradients that a loop of the step accumulates are reduced behind it, not in each iteration.
     once: bool = True
-    prices: Prices = ()
+    prices: Prices = ()  # of collectives along each axis
+    # An argument is batch-sharded, or a constraint asks for it; if not, every device gathers the state and
+    # computes everything.
     has_rows: bool = True
-    time: TimeAxis | None = None
+    time: TimeAxis | None = None  # the axis of microbatches, if there are several
+    # Inputs that XLA shards over Auto axes; None without Auto axes.
     automatic: frozenset[str] | None = None
     distributed: DistributedUpdates = NOT_DISTRIBUTED
     written: WrittenStep | None = None
@@ -87,18 +73,16 @@ class DeviceFrame(DeviceWriter):
     """The values of one jaxpr.
 
     Attributes:
-      outer: the enclosing frame.
-      hoists: whether conversions of a body's operands are written outside, once for all iterations.
+      hoists: conversions of a body's operands are written outside, once for all iterations.
       imports: variables of the enclosing frame, and their names here.
-      region: whose equations are being written.
-      values: of its variables, as far as they are computed.
+      region: the one whose equations are being written.
+      values: those of its variables that are computed so far.
       reason: for the report, why the current equation needs rows of other devices.
-      leaf: the leaf that everything belongs to that the current equation moves; '' if values have leaves of
-        their own.
+      leaf: the leaf of all that the current equation moves; '' if each value has its own.
       returns: the number of the step's result that is being written.
       accumulated: results of a loop body that the loop only adds up: partial sums, reduced behind the loop.
-      diverges: whether only some devices may run it.
-      effect_token: on which the next ordered effect depends, [Note: the order of effects].
+      diverges: only some devices may run it.
+      effect_token: the next ordered effect depends on it, [Note: the order of effects].
     """
 
     def __init__(
@@ -124,13 +108,12 @@ class DeviceFrame(DeviceWriter):
         self._token: Atom | None = None
 
     def replicated(self, shape: Sequence[int]) -> Layout:
-        """Replicated."""
         return self.sharded(shape, {})
 
     def sharded(
         self, shape: Sequence[int], dims: Mapping[int, Dim], partial: tuple[Partial, ...] = ()
     ) -> Layout:  # fmt: skip
-        """Replicated but for some dims. Cached, since most layouts recur."""
+        """Cached, since most layouts recur."""
         key = tuple(shape), tuple(dims.items()), partial
         if key not in self.shared.layouts:
             layout = replicated(shape, self.mesh).with_dims(dims)
@@ -149,7 +132,7 @@ class DeviceFrame(DeviceWriter):
         return value
 
     def constant(self, var: Var, const: Any) -> DeviceValue:
-        """A constant of a jaxpr becomes one of the program, which bodies import."""
+        """A constant of a jaxpr becomes one of the program; bodies import it."""
         if self.outer is not None:
             (x,) = self.outer.constant(var, const).atoms.values()
             return self.value(self.brought(x))
@@ -192,11 +175,10 @@ class DeviceFrame(DeviceWriter):
         return value.atoms[layout]
 
     def replica(self, value: DeviceValue) -> Atom:
-        """The value, replicated."""
         return self.at(value, self.replicated(value.aval.shape))
 
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
-        """Whether a conversion is written outside: of rows; each iteration gathers and frees state."""
+        """Whether the conversion is written outside. Each iteration gathers and frees state."""
         assert value.outer is not None
         time = self.shared.time
         if time is not None and step_over_time(value.layout, layout, time) is not None:
@@ -221,7 +203,6 @@ class DeviceFrame(DeviceWriter):
         return super()._operation() if self.returns is None else OUTPUT
 
     def _made(self, value: DeviceValue, layout: Layout) -> Atom:
-        """A lazy value; zeros are a partial sum as they are."""
         assert value.make is not None
         partial = [p.axis for p in layout.partial]
         if not partial:
@@ -250,7 +231,7 @@ class DeviceFrame(DeviceWriter):
         return self.convert(x, source, layout, value.origin, self._why(value), leaf)
 
     def name(self, value: DeviceValue) -> str:
-        """The leaf of which it is a view, or which it becomes."""
+        """The leaf that it is a view of, or becomes."""
         return value.leaf if value.origin is None else self.shared.leaves[value.origin]
 
     def _why(self, value: DeviceValue) -> str:
@@ -261,7 +242,6 @@ class DeviceFrame(DeviceWriter):
         return self.reason if self.returns is None else "it is returned"
 
     def price_from(self, value: DeviceValue, source: Layout, target: Layout) -> int:
-        """The price of a conversion."""
         if source == target:
             return 0
         time = self.shared.time
@@ -274,7 +254,7 @@ class DeviceFrame(DeviceWriter):
         return price_of(self.steps(value.aval, source, target), self.prices)
 
     def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> int:
-        """The estimated price of sharding a value over an axis along this dim; None is replicated."""
+        """The estimated price of sharding a value over an axis along `dim`, or of replicating it (None)."""
         if value.make is not None:
             return 0
         found, n = [], self.mesh[axis]
@@ -295,34 +275,34 @@ class DeviceFrame(DeviceWriter):
     def wire(self, axis: str, kind: str, nbytes: float) -> int:
         """The price of the bytes of a collective along an axis.
 
-        Without latency: XLA combines gathers, and partial sums are combined before they are reduced. With
-        latency, a small step would gather a table to save one collective.
+        Latency does not count: XLA combines gathers, and partial sums are combined before they are reduced.
+        With it, a small step would gather a table to save one collective.
         """
         return times_along(self.prices, axis).wire(kind, nbytes)
 
     def reduce(
         self, value: DeviceValue, towards: Layout | None = None, keeps: frozenset[str] = frozenset()
     ) -> None:
-        """Reduces a partial value, scattered by its hint or `towards`, but not over axes it `keeps`."""
+        """Reduces a partial value, except over axes in `keeps`; scatters it by its hint or `towards`."""
         axes = value.partial_axes - keeps
         if not axes:
             return
         new, hint = value.layout.reduced(axes), value.hint
         devices = axes - self.over_time
         wants = [None if hint is None else hint.layout, towards]
-        if hint is not None and not hint.is_firm:
+        if hint is not None and not hint.is_direct:
             wants.reverse()
         for want in wants:
             if want is not None:
                 new = joined(new, want, devices)
-        if value.spread is not None:
-            new = joined(new, value.spread, devices)
-            value.rows |= new.axes & value.spread.axes & devices
+        if value.scatter_to is not None:
+            new = joined(new, value.scatter_to, devices)
+            value.rows |= new.axes & value.scatter_to.axes & devices
         self.at(value, new)
         value.layout = new
 
     def reduce_at_exit(self, value: DeviceValue, opened: bool = False) -> None:
-        """`reduce` at the end of a body or branch, where only `opened` ones may reduce over time.
+        """`reduce` at the end of a body or branch. Only `opened` ones may reduce over time.
 
         Others only reduce-scatter over devices, [Note: conversions over time].
         """
@@ -333,17 +313,17 @@ class DeviceFrame(DeviceWriter):
             self.scatter(value)
 
     def scatter(self, value: DeviceValue) -> None:
-        """Reduce-scatters over the axes that shard the hint; stays partial over other axes, and over time."""
+        """Reduce-scatters over the axes that shard the hint; stays partial over other axes and over time."""
         shards = frozenset() if value.hint is None else value.hint.layout.axes
         self.reduce(value, keeps=value.partial_axes - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes over which it is device-varying: [Note: device-varying values]."""
+        """The axes over which it is device-varying, [Note: device-varying values]."""
         written = self.shared.written
         return NOWHERE if written is None else written.own(region, atom)
 
     def as_replicated(self, value: DeviceValue) -> DeviceValue:
-        """The value with its replicated layout only, so that no conversion is left to write."""
+        """The value in its replicated layout only, so that no conversion is left to write."""
         layout = self.replicated(value.aval.shape)
         atoms = {layout: self.at(value, layout)}
         return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
@@ -355,14 +335,13 @@ class DeviceFrame(DeviceWriter):
 
     @property
     def over_time(self) -> frozenset[str]:
-        """The axis of microbatches, if there is one: it shards the batch and nothing else."""
+        """The axis of microbatches, if there is one; it shards the batch and nothing else."""
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
 
     def convert(
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
         leaf: str = "",
     ) -> Atom:  # fmt: skip
-        """`x` from layout to layout, also over time: [Note: conversions over time]."""
         time = self.shared.time
         step = None if time is None else step_over_time(source, target, time)
         if step is None:
@@ -375,7 +354,7 @@ class DeviceFrame(DeviceWriter):
         return super().convert(x, step.after, target, of, why, leaf)
 
     def index(self, axes: Sequence[str]) -> Atom:
-        """This device's index along the axes; the index in time is an argument of each body."""
+        """This device's index along the axes. The index in time is an argument of each body."""
         key = tuple(axes)
         if self.outer is not None and self.over_time == {*key} and key not in self._index:
             self._index[key] = self.brought(self.outer.index(axes))
@@ -390,12 +369,12 @@ class DeviceFrame(DeviceWriter):
         )
 
     def hint_of(self, var: Var) -> Hint | None:
-        """The layout that its readers want; None if they do not care."""
+        """The layout that the variable's readers want; None if they do not care."""
         hint = self.shared.hints.get((self.region, var))
         return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
-        """The leaf that it becomes, element by element."""
+        """The leaf that the variable becomes, element by element; '' if none."""
         hint = self.shared.hints.get((self.region, var))
         return "" if hint is None else hint.leaf
 
@@ -410,7 +389,7 @@ class DeviceFrame(DeviceWriter):
 
     # -- passes ---------------------------------------------------------------------------------------------
     def enter_pass(self, now: str | None) -> None:
-        """Begins another pass of `jax.grad`, with gathers of its own."""
+        """Begins another pass of `jax.grad`, which gathers state for itself."""
         if self.outer is not None or now is None or now == self._pass:
             return
         if self._pass is not None and self._latest is not None:
@@ -419,7 +398,7 @@ class DeviceFrame(DeviceWriter):
         self._pass = now
 
     def note(self, values: Sequence[DeviceValue]) -> None:
-        """Notes the latest activations of a pass, on which the next pass's gathers depend."""
+        """Notes the latest activations of a pass; the next pass's gathers depend on them."""
         if self._pass is None:
             return
         for value in values:

@@ -32,12 +32,9 @@ def hints_of(
 ) -> dict[ValueIn, Hint | None]:  # fmt: skip
     """The hints of a step's values.
 
-    Args:
-      step: the whole batch's.
-      ins: layouts of its arguments that are state.
-      outs: layouts of its results.
-      reduced: for the first results, the hints of the gradients that they depend on.
-      read: hints of values inside.
+    ins: layouts of the arguments that are state; outs: of the results.
+    reduced: for the first results, the hints of the gradients that they depend on.
+    read: hints of values inside.
     """
     wanted = dict[ValueIn, Hint | None]()
     returned = [None if x is None else _hint(x, "") for x in outs]
@@ -86,10 +83,10 @@ def _of_state(
     return next((Hint(x) for x in each if x is not None and x.shape == shape), None)
 
 
-def _hint(layout: Layout, leaf: str, is_firm: bool = True) -> Hint | None:
+def _hint(layout: Layout, leaf: str, is_direct: bool = True) -> Hint | None:
     """None for an empty hint. A scalar has no leaf: a factor of all gradients depends on all of them."""
     leaf = leaf if layout.dims else ""
-    return Hint(layout, is_firm, leaf) if leaf or _is_cut(layout) else None
+    return Hint(layout, is_direct, leaf) if leaf or _is_cut(layout) else None
 
 
 def _is_cut(layout: Layout) -> bool:
@@ -97,34 +94,34 @@ def _is_cut(layout: Layout) -> bool:
 
 
 def _join(a: Hint | None, b: Hint | None) -> Hint | None:
-    """Both hints as far as they fit together; where not, the firm one, or the first."""
+    """Both hints as far as they fit together; where not, the direct one, or the first."""
     if a is None or b is None:
         return a or b
     leaf = a.leaf or b.leaf
-    if a.is_firm != b.is_firm and _is_cut(a.layout) and _is_cut(b.layout):
-        return (a if a.is_firm else b)._replace(leaf=leaf)
+    if a.is_direct != b.is_direct and _is_cut(a.layout) and _is_cut(b.layout):
+        return (a if a.is_direct else b)._replace(leaf=leaf)
     asks = [x for x in (a, b) if _is_cut(x.layout)]
-    firm = not asks or any(x.is_firm for x in asks)
-    return Hint(joined(a.layout, b.layout), firm, leaf)
+    direct = not asks or any(x.is_direct for x in asks)
+    return Hint(joined(a.layout, b.layout), direct, leaf)
 
 
 def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
-    """Of an equation's operands."""
+    """The hints of an equation's operands."""
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
     out = outs[0] if outs else None
-    if out is not None and not out.is_firm and _rules.costs(eqn, Cost.REPEAT):
+    if out is not None and not out.is_direct and _rules.costs(eqn, Cost.REPEAT):
         return [None for _ in eqn.invars]  # A batch statistic, which all rows read.
     if out is None or not _rules.costs(eqn, *_THROUGH):
         return [None for _ in eqn.invars]
-    is_firm = out.is_firm and not _rules.costs(eqn, Cost.REDUCTION)
+    is_direct = out.is_direct and not _rules.costs(eqn, Cost.REDUCTION)
     if eqn.primitive.name == "reshape":
         shape = eqn.invars[0].aval.shape
         if len(eqn.invars) == 1:
             out = out._replace(layout=out.layout.reshapable(shape).reshape(shape))
-        return [_hint(out.layout, out.leaf, is_firm)]
+        return [_hint(out.layout, out.leaf, is_direct)]
     factors = _rules.factors_of(eqn)
-    out = out._replace(is_firm=is_firm)
+    out = out._replace(is_direct=is_direct)
     return [_of_operand(eqn, k, out, factors) for k in range(len(eqn.invars))]
 
 
@@ -139,7 +136,7 @@ def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> Hint 
     found = followed(Layout(tuple(map(Dim, atom.aval.shape)), out.layout.mesh), out.layout, dims)
     same = [d for d, e in dims if d is not None and e is not None and atom.aval.shape[d] == to[e]]
     is_whole = len(same) == atom.aval.ndim or _rules.costs(eqn, Cost.JOIN)
-    return _hint(found, out.leaf if is_whole else "", out.is_firm)
+    return _hint(found, out.leaf if is_whole else "", out.is_direct)
 
 
 def _across(eqn: Eqn, edge: Edge, hint: Hint | None) -> Hint | None:
@@ -152,7 +149,7 @@ def _across(eqn: Eqn, edge: Edge, hint: Hint | None) -> Hint | None:
         layout = Layout((Dim(atom.aval.shape[0]), *layout.dims), layout.mesh)
     elif edge.shift == 1:
         layout = Layout(layout.dims[1:], layout.mesh)
-    return _hint(layout, hint.leaf, hint.is_firm)
+    return _hint(layout, hint.leaf, hint.is_direct)
 
 
 def _state_across(eqn: Eqn, edge: Edge, layout: Layout | None) -> Layout | None:

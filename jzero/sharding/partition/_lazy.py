@@ -87,7 +87,9 @@ def _make(
     if name == "iota":
         made = _iota(frame, eqn, layout)
     elif name == "random_bits":
-        made = _random_bits(frame, eqn, ins[0], layout)
+        positions = [frame.positions(dim) for dim in layout.dims]
+        static = eqn.params["shape"], eqn.params["bit_width"]
+        made = frame.inline(_bits, static, frame.replica(ins[0]), *positions)
     elif name == "reshape":
         made = _reshape(frame, eqn, ins[0], layout)
     else:
@@ -120,7 +122,7 @@ def _make(
 def _to_reduce(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
 ) -> dict[int, Dim]:  # fmt: skip
-    """The sharded dim of a large operand, which each device computes in part and reduces."""
+    """The sharded dim of a large operand of a reduction: each device computes and reduces a part."""
     axes = [a for a in frame.mesh if a not in layout.axes | frame.over_time]
     num, cut = layout.num(axes), layout.num(layout.axes)
     if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
@@ -149,17 +151,11 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
     line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
-    return frame.inline(_spread, (layout.local_shape, d), line)
-
-
-def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
-    """Threefry's bits at the positions of this device's shard."""
-    own = [frame.positions(dim) for dim in layout.dims]
-    replicated = frame.replica(key)
-    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), replicated, *own)
+    return frame.inline(_along_dim, (layout.local_shape, d), line)
 
 
 def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -> jax.Array:
+    """Threefry's bits at the positions `own` of each dim: those of this device's shard."""
     local = tuple(at.shape[0] for at in own)
     place = jnp.zeros(local, jnp.uint32)
     for d, at in enumerate(own):
@@ -168,7 +164,7 @@ def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -
     return _jaxpr.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)
 
 
-def _spread(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:
+def _along_dim(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(line, shape, (dim,))
 
 

@@ -39,7 +39,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(dim: Dim, layout: Layout) -> Shards | None:
-    """The shards of a dim; None if it has none, or its axes are not adjacent, or it has padding inside."""
+    """None if it has none, or its axes are not adjacent, or it has padding inside."""
     if not dim.cuts or dim.pad is not None and (dim.pad.outer, dim.cuts[0].outer) != (1, 1):
         return None
     outer = at = dim.cuts[0].outer
@@ -69,7 +69,7 @@ def factors(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Fa
 
 
 def _may_sum(frame: DeviceFrame, dim: Dim) -> bool:
-    """Whether look-ups may be summed here: microbatches cannot reduce inside a loop."""
+    """Microbatches cannot reduce inside a loop."""
     return frame.outer is None or frame.over_time.isdisjoint(cut.axis for cut in dim.cuts)
 
 
@@ -106,13 +106,12 @@ def may_update(eqn: Eqn, layout: Layout, d: int) -> bool:
 
 
 def may_add(eqn: Eqn, layout: Layout, d: int) -> bool:
-    """Whether it adds, and drops updates out of bounds, as those of other shards are then."""
+    """Whether it adds, and drops updates out of bounds: those of other shards are out of bounds."""
     drops = eqn.params.get("mode") is lax.GatherScatterMode.FILL_OR_DROP
     return eqn.primitive.name == "scatter-add" and drops and may_update(eqn, layout, d)
 
 
 def is_update(eqn: Eqn, factor: Factor) -> bool:
-    """Whether a factor is that of updates in shards."""
     if eqn.primitive.name == "gather" or not _rules.costs(eqn, _rules.Cost.LOOKUP):
         return False
     return factor.ins[0] is not None and factor.ins[1:] == (None, None)
@@ -261,7 +260,6 @@ def _dynamic_rows(
 def _rows(
     dim: int, starts: tuple[int, ...], limits: tuple[int, ...], strides: tuple[int, ...], x: jax.Array
 ) -> jax.Array:  # fmt: skip
-    """`lax.slice(x, starts, limits, strides)`."""
     num = -(-(limits[dim] - starts[dim]) // strides[dim])
     at = jnp.int32(starts[dim]) + lax.iota(jnp.int32, num) * jnp.int32(strides[dim])
     found = _found(dim, x, at)

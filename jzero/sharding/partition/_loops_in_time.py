@@ -22,7 +22,7 @@ from jzero.ir._rules import Cost
 from jzero.sharding.partition._saved import Loops, RematPolicy
 from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Eqn, Jaxpr, Var
+from jzero.tracing._types import Eqn, Var
 
 # How often products may run, as a multiple of a single loop's: 1.3 for CLIP, 2 for a count in every layer's
 # loss, the number of layers for BatchNorm (tests/test_collected_rows.py).
@@ -31,39 +31,22 @@ REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
 
 
 class LoopInTime(NamedTuple):
-    """One loop over the microbatches.
+    """One loop over the microbatches."""
 
-    Attributes:
-      eqns: of an iteration, by index, in order.
-      reads: each microbatch's values of earlier loops that it reads.
-      sums: the reductions over time whose operands it makes.
-      lasts: results that are equal in all microbatches.
-      stacks: results that are returned for each microbatch.
-      silent: recomputed equations, whose side effects an earlier loop had.
-    """
-
-    eqns: tuple[int, ...]
-    reads: tuple[Var, ...]
-    sums: tuple[Eqn, ...]
-    lasts: tuple[Var, ...]
-    stacks: tuple[Var, ...]
-    silent: frozenset[int]
+    eqns: tuple[int, ...]  # of an iteration, by index, in order
+    reads: tuple[Var, ...]  # each microbatch's values of earlier loops that it reads
+    sums: tuple[Eqn, ...]  # the reductions over time whose operands it makes
+    lasts: tuple[Var, ...]  # results that are equal in all microbatches
+    stacks: tuple[Var, ...]  # results that are returned for each microbatch
+    silent: frozenset[int]  # recomputed equations, whose side effects an earlier loop had
 
 
 class LoopsInTime(NamedTuple):
-    """The loops over the microbatches, in order.
-
-    Attributes:
-      loops: in order; a loop may be empty.
-      once: for each loop, the equations that run before it, by index; and those behind the last one.
-      saved: results that are returned for later loops only.
-      said: the report.
-    """
-
-    loops: list[LoopInTime]
+    loops: list[LoopInTime]  # in order; a loop may be empty
+    # For each loop, the equations that run before it, by index; and those behind the last one.
     once: list[list[int]]
-    saved: list[Var]
-    said: Loops
+    saved: list[Var]  # results that are returned for later loops only
+    said: Loops  # the report
 
 
 def loops_in_time(
@@ -71,13 +54,7 @@ def loops_in_time(
 ) -> LoopsInTime:
     """The loops of a program of one device and one microbatch.
 
-    Args:
-      region: the program.
-      differs: its own values that differ between microbatches.
-      axis: the time axis.
-      num: of microbatches.
-      devices: their number.
-      gather_once: one gather of the state serves all microbatches.
+    `differs`: its own values that differ between microbatches.
 
     Raises:
       CannotPartitionError: they would recompute the products of the step too often.
@@ -113,10 +90,7 @@ class _Levels:
     """The number of loops that must run before a value can be computed.
 
     Attributes:
-      frame: the program.
-      differs: its own values that differ between microbatches.
       of, of_eqns: the level of a variable, and of an equation by its index.
-      maker: which equation makes a variable.
       loop: equations that run for each microbatch, by index.
       sums: reductions over time, in order.
       stacked: gathers over time and opened equations, in order.
@@ -135,10 +109,12 @@ class _Levels:
     def _place(self, index: int, eqn: Eqn) -> None:
         read = variables(eqn.invars)
         level = max((self.of[var] for var in read), default=0)
+        # [Note: effects in microbatches]
+        acts_once = self.differs.isdisjoint((*read, *eqn.outvars)) and _jaxpr.has_side_effects(eqn)
         if is_sum(eqn, self._axis):
             self.sums[index] = None
             level += 1
-        elif is_stacked(eqn, self._axis) or self._acts_once(eqn):
+        elif is_stacked(eqn, self._axis) or acts_once:
             if is_stacked(eqn, self._axis):
                 self.stacked[index] = None
             level = max((self.of[var] + self.is_made_in_loop(var) for var in read), default=0)
@@ -148,11 +124,6 @@ class _Levels:
             self.loop.add(index)
         self.of_eqns.append(level)
         self.of |= dict.fromkeys(eqn.outvars, level)
-
-    def _acts_once(self, eqn: Eqn) -> bool:
-        """Whether it has side effects that are equal in all microbatches: [Note: effects in microbatches]."""
-        alike = self.differs.isdisjoint([*variables(eqn.invars), *eqn.outvars])
-        return alike and _jaxpr.has_side_effects(eqn)
 
     @property
     def once(self) -> list[int]:
@@ -168,7 +139,6 @@ class _Levels:
 
 
 def is_sum(eqn: Eqn, axis: str) -> bool:
-    """Whether it is a reduction over time."""
     return eqn.primitive.name in REDUCES and is_over(eqn, axis)
 
 
@@ -181,11 +151,6 @@ def is_stacked(eqn: Eqn, axis: str) -> bool:
 def ends_loop(eqn: Eqn, axis: str) -> bool:
     """Whether it is a reduction or a gather over time."""
     return (eqn.primitive.name in REDUCES or is_gather(eqn)) and is_over(eqn, axis)
-
-
-def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
-    """Whether a program has reductions or gathers over time."""
-    return any(ends_loop(eqn, axis) for eqn in _jaxpr.walk(jaxpr))
 
 
 def is_over(eqn: Eqn, axis: str) -> bool:
@@ -254,7 +219,7 @@ def _is_cheap(eqn: Eqn) -> bool:
 
 
 def _results(levels: _Levels) -> tuple[list[Var], list[Var]]:
-    """Values of loops that are read outside of them: equal in all microbatches, and each microbatch's own."""
+    """Values of loops that are read outside: those equal in all microbatches, and each microbatch's own."""
     jaxpr = levels.frame.jaxpr
     read = (atom for i in levels.once for atom in jaxpr.eqns[i].invars)
     found = [v for v in variables([*read, *jaxpr.outvars]) if levels.is_made_in_loop(v)]
@@ -267,7 +232,7 @@ def _results(levels: _Levels) -> tuple[list[Var], list[Var]]:
 def _remat_policy(
     levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int
 ) -> RematPolicy:
-    """The policy of what later loops read of earlier ones; its budget is the bytes gathered between loops."""
+    """What later loops read of earlier ones. Its budget is the bytes that are gathered between loops."""
     eqns = levels.frame.jaxpr.eqns
 
     def inputs(index: int) -> list[Var]:

@@ -17,17 +17,11 @@ from jzero.tracing._types import Eqn, Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixBucket:
-    """Updates of several matrices by equal equations.
+    """Updates of several matrices by equal equations."""
 
-    Attributes:
-      subgraphs: one for each matrix.
-      shared: for each value that an update reads, whether all of them read that same one.
-      update: the program of one update.
-    """
-
-    subgraphs: tuple[UpdateSubgraph, ...]
-    shared: tuple[bool, ...]
-    update: _rewrite.Flat
+    subgraphs: tuple[UpdateSubgraph, ...]  # one for each matrix
+    shared: tuple[bool, ...]  # for each value that an update reads, whether all read the same one
+    update: _rewrite.Flat  # the program of one update
 
     @property
     def reads(self) -> list[tuple[Var, ...]]:
@@ -42,17 +36,12 @@ class MatrixBucket:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixBatch:
-    """The update of a batch of matrices, which runs on slices of the batch.
-
-    Attributes:
-      subgraph: the update.
-      read_dims: for each value that it reads, the batch dim; None for a replicated one.
-      give_dims: the same for each of its results.
-    """
+    """The update of a batch of matrices, which runs on slices of the batch."""
 
     subgraph: UpdateSubgraph
+    # The batch dim of each value that it reads; None for a replicated one.
     read_dims: tuple[int | None, ...]
-    give_dims: tuple[int | None, ...]
+    give_dims: tuple[int | None, ...]  # the same for each of its results
 
     @property
     def subgraphs(self) -> tuple[UpdateSubgraph, ...]:
@@ -63,15 +52,10 @@ UpdatesByCall = Mapping[Var, MatrixBucket | MatrixBatch]  # by the call's first 
 
 
 class DistributedUpdates(NamedTuple):
-    """The distributed updates of a step.
-
-    Attributes:
-      calls: the updates, by call.
-      axes: over which matrices are sharded; devices along other axes hold the same shards, and repeat the
-        work.
-    """
+    """The distributed updates of a step."""
 
     calls: UpdatesByCall
+    # Matrices are sharded over these; devices along other axes have the same shards, and repeat the work.
     axes: tuple[str, ...]
 
     def of(self, subgraph: Region, eqn: Eqn) -> MatrixBucket | MatrixBatch | None:
@@ -80,7 +64,6 @@ class DistributedUpdates(NamedTuple):
         return self.calls.get(eqn.outvars[0]) if is_step else None
 
     def shards(self, shape: Sequence[int], dim: int | None, mesh: Mapping[str, int]) -> Layout:
-        """Sharded along a dim over `axes`, or replicated."""
         layout = replicated(shape, mesh)
         return layout if dim is None else layout.shard(dim, self.axes)
 

@@ -50,18 +50,12 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class MicrobatchLoops(NamedTuple):
-    """How a device works through its microbatches.
-
-    Attributes:
-      time: their axis.
-      dtype: in which floats are accumulated; None for the wider of float32 and their own.
-      gather_once: one gather of the state serves all microbatches.
-      devices: how many there are.
-    """
+    """How a device works through its microbatches."""
 
     time: TimeAxis
+    # In which floats are accumulated; None for the wider of float32 and their own.
     dtype: DTypeLike | None
-    gather_once: bool
+    gather_once: bool  # one gather of the state serves all microbatches
     devices: int
 
 
@@ -99,7 +93,7 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
 
 
 class _LoopsWriter:
-    """Writes a program, its loops included.
+    """Writes the loops of a program, and of programs inside it.
 
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
@@ -139,13 +133,13 @@ class _LoopsWriter:
                     self.outer.keep([eqn])
                 elif is_gather(eqn):
                     self._gather(eqn)
-                else:
-                    self._open(eqn)
+                else:  # A loop or branch, which is opened.
+                    opened = {"scan": self._scan, "while": self._while, "cond": self._cond}
+                    opened[eqn.primitive.name](eqn)
             if loop is not None:
                 self._write(loop)
 
     def _write(self, loop: LoopInTime) -> None:
-        """One loop, and casts of its sums."""
         saved = [var for var in self.plan.saved if var not in self.stacks]
         body = _Microbatch(self, loop, [*saved, *loop.stacks])
         carries = [self._sum(eqn, body) for eqn in loop.sums]
@@ -199,7 +193,7 @@ class _LoopsWriter:
     def stack(self, atom: Atom) -> Atom:
         """`[microbatches, ...]` of a value."""
         if _jaxpr.is_literal(atom) or atom not in self.differs:
-            return self.outer.trace(_spread, self.outer.read(atom), static=(self.num,))[0]
+            return self.outer.trace(_repeated, self.outer.read(atom), static=(self.num,))[0]
         if atom not in self.stacks:
             whole, dim = self.rows[atom]
             (found,) = self.outer.trace(_apart, whole, static=(dim, self.num))
@@ -216,10 +210,6 @@ class _LoopsWriter:
         else:
             stack = self.stack(atom)
             self.outer.names[out] = self.outer.trace(_in_order, stack, static=(dim,))[0]
-
-    def _open(self, eqn: Eqn) -> None:
-        """A loop or branch around loops over the microbatches."""
-        {"scan": self._scan, "while": self._while, "cond": self._cond}[eqn.primitive.name](eqn)
 
     def _scan(self, eqn: Eqn) -> None:
         scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
@@ -288,7 +278,6 @@ class _LoopsWriter:
         return [self._new_stack(var) if of_each else var for var, of_each in each]
 
     def _body(self, region: Region, ins: Sequence[bool], outs: Sequence[bool]) -> Jaxpr:
-        """A program inside, with loops over the microbatches."""
         assert not region.jaxpr.constvars, "constants of a body have no place"
         writer = _LoopsWriter(
             region, self.facts, self.accumulation, self.by_result, self.outer.source
@@ -303,7 +292,7 @@ class _Microbatch:
     """The equations of one microbatch in one loop.
 
     Attributes:
-      writer: of its equations; their variables are its own.
+      writer: writes them, with variables of its own.
       number: of the microbatch.
       consts: values from outside that it reads, and their names inside.
       rows: its slices of stacks that it reads, and their names inside.
@@ -326,7 +315,7 @@ class _Microbatch:
     def _run(self, eqn: Eqn, stacked: set[Var]) -> None:
         """One equation.
 
-        A value of an earlier loop stays although its equation is recomputed for other results. Values that
+        A value of an earlier loop stays, although its equation is recomputed for other results. Values that
         later loops read are behind a barrier, so that readers here see the same bits.
         """
         self.made.update(eqn.outvars)
@@ -344,7 +333,6 @@ class _Microbatch:
         return self.writer.add(lax.optimization_barrier_p, [x], [_jaxpr.new_var(x)])[0]
 
     def read(self, atom: Atom) -> Atom:
-        """The loop's name for a value of the program."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._names:
@@ -386,10 +374,10 @@ def _nothing(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _rows_of(dim: int, num: int, x: jax.Array, number: jax.Array) -> jax.Array:
-    """A microbatch's rows: an element of `[num, rows]`, and not a slice of rows.
+    """A microbatch's rows, as an element of `[num, rows]`.
 
-    XLA merges such a slice with the row that a step's scatter writes, and a row that the scatter should drop
-    would be another microbatch's (`ir/_starts.py`).
+    XLA would merge a slice of rows with the row that a step's scatter writes, and a row that the scatter
+    should drop would be another microbatch's (`ir/_starts.py`).
     """
     shape = x.shape
     parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
@@ -403,18 +391,16 @@ def _combined(op: str, total: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _in_order(dim: int, stack: jax.Array) -> jax.Array:
-    """`[microbatches, ...]` as one dim."""
     num, *shape = stack.shape
     rows = jnp.moveaxis(stack, 0, dim)
     return fenced(rows.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :]))
 
 
 def _apart(dim: int, num: int, x: jax.Array) -> jax.Array:
-    """`[microbatches, ...]` of rows along a dim."""
     shape = x.shape
     parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
     return fenced(jnp.moveaxis(parts, dim, 0))
 
 
-def _spread(num: int, x: jax.Array) -> jax.Array:
+def _repeated(num: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (num, *x.shape))

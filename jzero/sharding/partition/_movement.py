@@ -19,23 +19,14 @@ _READ_WEIGHTS = named(Cost.PRODUCT, Cost.LOOKUP, Cost.ELEMENTWISE, Cost.CAST, Co
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """Communication of an operation that needs rows of other devices, or sums over them; see `describe`.
+    """Communication of an operation that needs rows of other devices, or sums over them; see `describe`."""
 
-    Attributes:
-      operation: the primitive.
-      where: the user's line, `file.py:12 (train_step)`; of an output, its path.
-      nbytes: of the result on a device.
-      times: in a step.
-      reason: what the operation needs.
-      value: the type of the rows, `float32[16,64]`; '' for totals and ranks.
-    """
-
-    operation: str
-    where: str
-    nbytes: int
-    times: int
-    reason: str
-    value: str = ""
+    operation: str  # the primitive
+    where: str  # the user's line, `file.py:12 (train_step)`; of an output, its path
+    nbytes: int  # of the result on a device
+    times: int  # in a step
+    reason: str  # what the operation needs
+    value: str = ""  # the type of the rows, `float32[16,64]`; '' for totals and ranks
 
     def __str__(self) -> str:
         times = f", {self.times} times a step" if self.times > 1 else ""

@@ -27,15 +27,13 @@ _NAMES = {
 
 
 class _OwnColumn(NamedTuple):
-    """A column of indices that counts along a dim of them, and the operand's dim that it is an index of."""
-
-    column: int
-    operand: int
-    indices: int
+    column: int  # that counts along a dim of the indices
+    operand: int  # the dim of the operand that it is an index of
+    indices: int  # that dim of the indices
 
 
 def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
-    """The equation; one that looks up each row in itself is rewritten with batching dims."""
+    """The equation; if it looks up each row in itself, with batching dims."""
     names = _NAMES.get(eqn.primitive.name.partition("-")[0].partition("_")[0])
     if names is None or (columns := _columns(region, eqn)) is None:
         return [eqn]
@@ -126,7 +124,6 @@ def _constant(region: Region, atom: Atom) -> Any:
 
 
 def _is_count(value: Any, dim: int) -> bool:
-    """Whether a constant is 0, 1, 2, ... along a dim."""
     if value is None:
         return False
     line = np.arange(value.shape[dim]).reshape([-1 if d == dim else 1 for d in range(value.ndim)])

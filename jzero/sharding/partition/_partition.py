@@ -28,25 +28,17 @@ from jzero.tracing._types import Atom, Jaxpr, Var
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInput:
-    """A leaf of the state, or an argument, where the program begins.
+    """A leaf of the state, or an argument, where the program begins."""
 
-    Attributes:
-      layout: on the devices, padded if it is.
-      rows: the axes over which it differs because rows of the batch do; none for state.
-      firm: the axes over which it stays sharded, though it is state.
-      padded_dims_gathered: whether each device is given all of the padded dims, so that none of them moves.
-      name: of a leaf, for those who read the program.
-    """
-
-    layout: Layout
-    rows: frozenset[str] = frozenset()
-    firm: frozenset[str] = frozenset()
+    layout: Layout  # on the devices, padding included
+    rows: frozenset[str] = frozenset()  # axes over which it is batch-sharded; none for state
+    # Every device is passed padded dims gathered, so that none of them moves.
     padded_dims_gathered: bool = False
-    name: str = ""
+    name: str = ""  # of a leaf
 
     @property
     def given(self) -> Layout:
-        """In which layout the program is given it."""
+        """The layout in which the program is passed it."""
         if not self.padded_dims_gathered:
             return self.layout  # A parameter may have padding that only its moments need.
         padded = (dim for dim in self.layout.dims if dim.pad is not None)
@@ -55,25 +47,16 @@ class DeviceInput:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProgram:
-    """One device's program.
-
-    Attributes:
-      jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
-      ins, outs: layouts of its arguments and of its results.
-      moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
-      by_result: these, by what the collective makes.
-      loops: over microbatches, not those inside other loops.
-      residuals: what is offloaded for the backward pass, of one microbatch.
-    """
-
-    jaxpr: Jaxpr
-    consts: list[Any]
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
+    jaxpr: Jaxpr  # with explicit collectives
+    consts: list[Any]  # the values of the jaxpr's `constvars`
+    ins: tuple[Layout, ...]  # layouts of the arguments
+    outs: tuple[Layout, ...]  # layouts of the results
+    # Every conversion that communicates, in order; of a result, `operation` is `OUTPUT` and `line` its
+    # number.
     moves: tuple[DeviceMove, ...]
-    by_result: Mapping[Var, DeviceMove]
-    loops: Loops | None = None
-    residuals: tuple[Residual, ...] = ()
+    by_result: Mapping[Var, DeviceMove]  # the same, by what the collective makes
+    loops: Loops | None = None  # those over microbatches that are inside no other loop
+    residuals: tuple[Residual, ...] = ()  # offloaded for the backward pass; of one microbatch
 
 
 def partition(
@@ -85,24 +68,14 @@ def partition(
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
-    Args:
-      jaxpr: the whole-batch step, calls flattened.
-      consts: values of its `constvars`.
-      mesh: the axes, and how many devices each has.
-      ins: for each argument.
-      outs: for each result its layout; None where the partitioner chooses.
-      reduced: for the first results, in which layout the gradients are reduced of which they are made, and
-        for which leaf.
-      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
-      prices: what collectives take along each axis; by default a byte costs the same along all.
-      time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
-      distributed: the updates of matrices that devices share out.
-      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
-        the step says of them stays.
-      keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
-      written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
-        are the layouts of arguments and results that differ.
-      unmasked: results, by index, whose padding may be anything; else it is zero.
+    ins: a layout for each argument; outs: for each result, None where the partitioner chooses.
+    reduced: for the first results, how the gradients that they are made of are reduced, and for which leaf.
+    once: gradients that a loop of the step accumulates are reduced behind the loop, not in each iteration.
+    time: the innermost axis of the mesh, if it is that of microbatches and of no devices.
+    automatic: names of the inputs that XLA shards over Auto axes; None without Auto axes.
+    keeps_padding: the partitioner may choose layouts of results that no JAX array has.
+    written: facts about a step with collectives of its own, whose shapes are one device's.
+    unmasked: results, by index, whose padding may be anything; in others it is zero.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -140,13 +113,13 @@ def partition(
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & layout.axes
-    return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
+    return DeviceValue(var.aval, layout, {given.given: own}, rows, origin=i)
 
 
 def _of_all_microbatches(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None
 ) -> DeviceValue:
-    """A device-varying result of all microbatches, if it is returned concatenated."""
+    """The result, concatenated over microbatches if `wanted` is larger."""
     if wanted is None or not value.own & frame.over_time:
         return value
     pairs = zip(value.aval.shape, wanted.shape, strict=True)
@@ -157,7 +130,7 @@ def _of_all_microbatches(
 def _returned(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None, keeps_padding: bool
 ) -> Layout:
-    """The layout of a result: `wanted`, or else replicated, unless it is batch-sharded."""
+    """`wanted`, or else replicated unless the value is batch-sharded."""
     if wanted is not None:
         return wanted
     frame.reduce(value)
@@ -189,7 +162,7 @@ def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
 def _with_zeros(
     frame: DeviceFrame, x: Atom, layout: Layout, given: Collection[Var]
 ) -> Atom:  # fmt: skip
-    """A result with zeros as padding; an argument that is returned has them."""
+    """A result with zeros as padding. A returned argument has them already."""
     padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
@@ -199,7 +172,7 @@ def _with_zeros(
 def moves_of(
     jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove], times: int = 1
 ) -> tuple[DeviceMove, ...]:
-    """The moves of a program in order; in a loop, of all iterations."""
+    """The moves of a program in order; those in a loop count for all its iterations."""
     found = list[DeviceMove]()
     for eqn in jaxpr.eqns:
         if eqn.outvars and (move := by_result.get(eqn.outvars[0])) is not None:
@@ -211,6 +184,6 @@ def moves_of(
 
 
 def _nothing() -> Jaxpr:
-    """A program of one equation, whose line stands for those of a step without any."""
+    """A program of one equation, whose line stands for those of a step without equations."""
     traced = _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32))
     return _jaxpr.open_jaxpr(traced.jaxpr)[0]

@@ -25,8 +25,8 @@ def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue
             frame.reason, frame.shared.has_rows = "the step asks for it", True
             moved = asked & value.layout.axes
             atoms = {layout: frame.at(value, layout)}
-            rows, displaced = value.rows | asked, value.displaced | moved
-            value = DeviceValue(value.aval, layout, atoms, rows, displaced=displaced)
+            rows, exchanged = value.rows | asked, value.exchanged | moved
+            value = DeviceValue(value.aval, layout, atoms, rows, exchanged=exchanged)
     return value if frame.shared.automatic is None else _of_other_axes(frame, eqn, value)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
-from jzero.sharding.partition._equations import spread_on
+from jzero.sharding.partition._equations import scatter_to_through
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, next_outer
 from jzero.tracing import _jaxpr
@@ -40,10 +40,10 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     frame.clone(eqn, [frame.at(value, before)], [new], params=params)
     axes = after.axes
     made = DeviceValue(
-        out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,
+        out, after, {after: new}, value.rows & axes, exchanged=value.exchanged & axes,
         fill=value.fill, origin=value.origin, looked_up=value.looked_up,
         is_activation=value.is_activation,
-        spread=value.spread and spread_on(eqn, value.spread),
+        scatter_to=value.scatter_to and scatter_to_through(eqn, value.scatter_to),
     )  # fmt: skip
     gone = [axis for axis in lost if axis not in axes]
     if gone:
@@ -83,7 +83,7 @@ def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> 
 def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
-    """A layout with the rows of some axes in other blocks that the reshape keeps, best of the same dim."""
+    """A layout with the rows of `lost` in other blocks, which the reshape keeps; best of the same dim."""
     own, left, found = _sharded_dim(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])
@@ -101,7 +101,6 @@ def _in_other_blocks(
 
 
 def _sharded_dim(layout: Layout, axis: str) -> tuple[int, int]:
-    """The dim that an axis cuts, and its size."""
     place = layout.place(axis)
     assert place is not None
     return place[0], layout.dims[place[0]].true

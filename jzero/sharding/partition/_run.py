@@ -42,7 +42,6 @@ from jzero.tracing._types import Eqn, Var
 
 
 def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
-    """Writes a program's equations on one device, and returns its results."""
     outer, frame.region = frame.region, region
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
@@ -63,7 +62,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.own = frame.own(region, var)
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
-            is_wanted = value.hint is not None and value.hint.is_firm
+            is_wanted = value.hint is not None and value.hint.is_direct
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.reduce_at_exit(value)
         frame.note(outs)
@@ -196,7 +195,6 @@ def _check(eqn: Eqn, region: Region) -> None:
 
 
 def shard_map_error(where: str = "") -> StepError:
-    """For a step that calls `jax.shard_map`."""
     return StepError(message(
         "shard_train_step", f"the step calls jax.shard_map itself{where}",
         "jzero runs the step inside a shard_map of its own, over the same devices.",

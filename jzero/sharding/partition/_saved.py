@@ -26,36 +26,22 @@ from jzero.tracing._types import Eqn, Var
 
 @dataclasses.dataclass(frozen=True)
 class SavedValue:
-    """A value that is saved for later loops, or computed from all microbatches at once.
+    """A value that is saved for later loops, or computed from all microbatches at once."""
 
-    Attributes:
-      what: its type; of one microbatch if it is saved.
-      where: the line that makes it.
-      nbytes: on each device, of all its microbatches.
-    """
-
-    what: str
-    where: str
-    nbytes: int
+    what: str  # its type; of one microbatch if it is saved
+    where: str  # the line that makes it
+    nbytes: int  # on each device, of all its microbatches
 
 
 @dataclasses.dataclass(frozen=True)
 class Loops:
-    """The loops over a step's microbatches.
-
-    Attributes:
-      num: how many there are.
-      saved: values of earlier loops that later ones read.
-      repeats: how often matrix products run, as a multiple of a single loop's.
-      begun_by: lines of the reductions and gathers that later loops depend on.
-      at_once: values that are computed from all microbatches at once.
-    """
+    """The report on the loops over a step's microbatches."""
 
     num: int
-    saved: tuple[SavedValue, ...]
-    repeats: float
-    begun_by: tuple[str, ...]
-    at_once: tuple[SavedValue, ...] = ()
+    saved: tuple[SavedValue, ...]  # values of earlier loops that later ones read
+    repeats: float  # how often matrix products run, as a multiple of a single loop's
+    begun_by: tuple[str, ...]  # lines of the reductions and gathers that later loops depend on
+    at_once: tuple[SavedValue, ...] = ()  # values that are computed from all microbatches at once
 
 
 def saved_value(var: Var, eqn: Eqn, num: int = 1) -> SavedValue:
@@ -67,10 +53,9 @@ class RematPolicy:
     """Decides, loop after loop, which equations it runs and which saved values it reads.
 
     Args:
-      region: the step.
-      num: of microbatches.
+      num: how many microbatches there are.
       budget: bytes that may be saved.
-      inputs: by index of an equation, the variables it reads that its loop must compute or read.
+      inputs: the variables that an equation, by index, reads and that its loop must compute or read.
       is_local: whether a variable differs between microbatches.
       compared: values that must not be recomputed, [Note: bit-stable values].
     """
@@ -96,10 +81,8 @@ class RematPolicy:
     ) -> tuple[tuple[int, ...], frozenset[int], tuple[Var, ...]]:
         """The equations of a loop, those among them that it recomputes, and the saved values that it reads.
 
-        Args:
-          number: of the loop. Call this in the order of the loops.
-          makers: equations that make its results.
-          stacks: results that are returned for each microbatch.
+        `makers` are the equations that make its results, `stacks` those that are returned for each
+        microbatch. Call it in the order of the loops.
         """
         earlier = [v for v in self._compared if self._maker[v] in self._first_run]
         given = self._stacks.keys() | set(earlier)
@@ -118,13 +101,7 @@ class RematPolicy:
         return run, recomputed, saved
 
     def loops(self, num: int, begun_by: Sequence[int], at_once: Sequence[int]) -> Loops:
-        """The report on the loops.
-
-        Args:
-          num: how many there are.
-          begun_by: equations that later loops depend on.
-          at_once: products that run once for all microbatches.
-        """
+        """The report on `num` loops, what begins them, and products that run once for all microbatches."""
         once = sum(self._products[i] for i in self._first_run)
         lines = tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in begun_by))
         saved = [saved_value(var, self._eqns[self._maker[var]], self._num) for var in self._read]

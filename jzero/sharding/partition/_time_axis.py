@@ -24,19 +24,12 @@ from jzero.sharding.partition._values import joined
 
 
 class TimeAxis(NamedTuple):
-    """The axis of the microbatches.
+    """The axis of the microbatches."""
 
-    Attributes:
-      name: of the axis, distinct from the mesh's.
-      num: of microbatches.
-      once: gradients are accumulated over time before the devices reduce them.
-      opens: whether loops and branches of the step may be opened.
-    """
-
-    name: str
-    num: int
-    once: bool
-    opens: bool = False
+    name: str  # distinct from the mesh's
+    num: int  # of microbatches
+    once: bool  # gradients are accumulated over time before the devices reduce them
+    opens: bool = False  # loops and branches of the step may be opened
 
 
 def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep | None:
@@ -74,7 +67,7 @@ def scattered(source: Layout, target: Layout, time: TimeAxis) -> Layout:
 
 
 def without_time(layout: Layout, name: str) -> Layout:
-    """The layout of the microbatches of a device together, with the same padding."""
+    """The layout of a device's microbatches together, with the same padding."""
     mesh = tuple(each for each in layout.mesh if each[0] != name)
     return Layout(_gathered(layout, name).dims, mesh, layout.partial)
 

@@ -12,69 +12,47 @@ from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 
 class Hint(NamedTuple):
-    """What the readers of a value want.
+    """What the readers of a value want."""
 
-    Attributes:
-      layout: in which they want it; without cuts if they do not care.
-      is_firm: whether all of them want it along dims that the value has. Readers that sum over other dims may
-        have rows along these, and their operand stays partial.
-      leaf: the leaf that the value becomes, element by element.
-    """
-
-    layout: Layout
-    is_firm: bool = True
-    leaf: str = ""
+    layout: Layout  # without cuts if they do not care
+    # No reader sums over other dims first. One that does may have rows along these, and stays partial.
+    is_direct: bool = True
+    leaf: str = ""  # that the value becomes, element by element
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class DeviceValue:
-    """A value on one device.
+    """A value of the step on one device."""
 
-    Attributes:
-      aval: its global type.
-      layout: the layout in which it was computed.
-      atoms: variables that hold it, by layout.
-      rows: the axes over which it is batch-sharded.
-      displaced: of `rows`, those along another dim than the batch dim, since an all-to-all.
-      firm: the axes over which it stays sharded although it is state, by the user's specs.
-      make: `make(frame, layout)` writes it in any layout at little cost; without it, it must be converted.
-      fill: the value of all its elements, if that is a known constant.
-      origin: the input of which it is a view, by index.
-      hint: in which layout its readers want it.
-      leaf: the name of the leaf that it becomes.
-      spread: where a partial sum of activations is scattered without a hint: along the dim beside the summed
-        one.
-      looked_up: whether a partial sum is a look-up of which each device has its shard's part.
-      is_activation: whether a partial sum belongs to a forward pass, and so is no gradient.
-      outer: the same value in the enclosing frame.
-      view: an equation and the state that it reads, which is gathered instead of the result.
-      cast: the cast that made it and its operand, if that is a partial sum.
-      casts: of state, its casts by dtype: equal casts share a gather.
-      scopes: of a gather of state, the pass that it serves.
-      own: the axes over which it is device-varying, [Note: device-varying values].
-      sum: writes its sum over all devices, if that is not an all-reduce of `atoms`.
-    """
-
-    aval: Aval
-    layout: Layout
+    aval: Aval  # its global type
+    layout: Layout  # in which it was computed
+    # Variables that hold it, by layout.
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
-    rows: frozenset[str] = frozenset()
-    firm: frozenset[str] = frozenset()
-    displaced: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()  # axes over which it is batch-sharded
+    # Of `rows`, the axes that an all-to-all has moved to another dim than the batch dim.
+    exchanged: frozenset[str] = frozenset()
+    # `make(frame, layout)` writes it in any layout at little cost. Without it, it must be converted.
     make: Callable[..., Atom] | None = None
-    fill: Any = None
-    origin: int | None = None
+    fill: Any = None  # the value of all elements, if that is a known constant
+    origin: int | None = None  # the input that it is a view of, by index
     hint: Hint | None = None
-    leaf: str = ""
-    spread: Layout | None = None
-    looked_up: bool = False
-    is_activation: bool = False
-    outer: DeviceValue | None = None
+    leaf: str = ""  # the leaf that it becomes
+    # Where a partial sum of activations is reduce-scattered without a hint.
+    scatter_to: Layout | None = None
+    looked_up: bool = False  # A partial sum of look-ups: each device found those in its shard.
+    is_activation: bool = False  # a partial sum of a forward pass, and so no gradient
+    outer: DeviceValue | None = None  # the same value in the enclosing frame
+    # An equation and the state that it reads: the state is gathered instead of the result.
     view: tuple[Eqn, DeviceValue] | None = None
+    # The cast that made it and its operand, if that is a partial sum.
     cast: tuple[Eqn, DeviceValue] | None = None
+    # Casts of state by dtype: equal casts share a gather.
     casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
+    # Of gathered state, the pass that each gather serves.
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
+    # Axes over which it is device-varying, [Note: device-varying values].
     own: frozenset[str] = frozenset()
+    # Writes its sum over all devices, if that is no all-reduce of `atoms`.
     sum: Callable[[Var], DeviceValue] | None = None
 
     @property
@@ -88,7 +66,6 @@ class DeviceValue:
 
     @property
     def partial_axes(self) -> frozenset[str]:
-        """The axes over which it is a partial sum."""
         return frozenset(p.axis for p in self.layout.partial)
 
 
@@ -108,7 +85,7 @@ def next_outer(layout: Layout, dim: Dim) -> int | None:
 
 
 def put(layout: Layout, d: int, want: Dim, cut: AxisCut) -> Layout | None:
-    """`layout`, with a cut of another layout's dim added; None if it does not fit."""
+    """`layout`, with one cut of another layout's dim added; None if it does not fit."""
     own = layout.dims[d]
     if layout.place(cut.axis) is not None or own.true != want.true:
         return None
@@ -124,9 +101,9 @@ def followed(
     layout: Layout, want: Layout, dims: Iterable[tuple[int | None, int | None]],
     axes: Collection[str] | None = None,
 ) -> Layout:  # fmt: skip
-    """`layout`, and as many cuts (over some axes) of another value's layout as fit beside its own.
+    """`layout`, with as many cuts (over `axes`) of another value's layout as fit beside its own.
 
-    `dims` are pairs of a dim of it and one of the other value, as factors make them the same.
+    `dims` are pairs of a dim of it and the same dim of the other value.
     """
     for d, e in dims:
         if d is not None and e is not None:

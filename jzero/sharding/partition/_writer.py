@@ -22,7 +22,7 @@ from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion,
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 OUTPUT = "output"  # In place of a primitive, for conversions of results.
@@ -36,40 +36,26 @@ _SCOPES = {
 
 
 class DeviceMove(NamedTuple):
-    """One conversion that communicates.
+    """One conversion that communicates."""
 
-    Attributes:
-      kind: of the collective, as in `LayoutStep`.
-      axes: over which.
-      nbytes: that reach each device, in all iterations of the enclosing loops.
-      of: the index of the input that is moved, or a view of it; None for others.
-      line: the user's line of the operation that needs it; of a result, its number.
-      why: 'state', 'sum', or the reason for moving rows.
-      operation: the primitive that needs it, or `OUTPUT`.
-      value: its type, `float32[16,64]`.
-      local_bytes: of the converted value on a device.
-      leaf: whose gradient, or part of the state, it is; '' if it is an intermediate value.
-      times: how often it runs; in a loop of unknown length, once.
-    """
-
-    kind: str
+    kind: str  # of the collective, as in `LayoutStep`
     axes: tuple[str, ...]
-    nbytes: int
-    of: int | None
-    line: str
-    why: str
-    operation: str
-    value: str
-    local_bytes: int
-    leaf: str = ""
-    times: int = 1
+    nbytes: int  # that reach each device, in all iterations of the enclosing loops
+    of: int | None  # the input that is moved, or a view of it, by index
+    line: str  # the user's line of the operation that needs it; of a result, its number
+    why: str  # `OF_STATE`, `OF_SUM`, or the reason for moving rows
+    operation: str  # the primitive that needs it, or `OUTPUT`
+    value: str  # its type, `float32[16,64]`
+    local_bytes: int  # of the converted value on a device
+    leaf: str = ""  # whose gradient, or part of the state, it is; '' for an intermediate value
+    times: int = 1  # how often it runs; once in a loop of unknown length
 
 
 class DeviceWriter(JaxprWriter):
     """Writes one device's equations.
 
     Attributes:
-      mesh: axes and how many devices each has.
+      mesh: the axes, and how many devices each has.
       moves: a record of each collective, by its result.
       prices: of collectives along each axis.
       still: an axis along which conversions must not communicate.
@@ -91,7 +77,6 @@ class DeviceWriter(JaxprWriter):
         self._positions: dict[Dim, Atom] = {}
 
     def inline(self, fn: Callable[..., object], static: tuple[Hashable, ...], *ins: Atom) -> Atom:
-        """Writes the equations of `fn(*static, *ins)`, which has one result."""
         (out,) = self.trace(fn, *ins, static=static)  # type: ignore[arg-type]
         return out
 
@@ -260,7 +245,7 @@ class DeviceWriter(JaxprWriter):
     def _among(
         self, x: Atom, dim: int, parts: DimParts, moved: Callable[[Atom], Atom], after: DimParts
     ) -> Atom:
-        """`moved` of `x` with a dim split into `parts`; merges `after`, the parts of the result's dim."""
+        """`moved(x)` with a dim split into `parts`; merges `after`, the parts of the result's dim."""
         if parts[0] == 1:
             return moved(x)
         shape = x.aval.shape
@@ -284,7 +269,6 @@ class DeviceWriter(JaxprWriter):
         return out
 
     def barrier(self, ins: Sequence[Atom]) -> list[Var]:
-        """An optimization barrier around the operands."""
         outs = [_jaxpr.new_var(x) for x in ins]
         return self.add(lax.optimization_barrier_p, ins, outs)
 
@@ -316,7 +300,7 @@ def _place(layout: Layout, axes: Sequence[str]) -> DimParts:
 def _split_for_exchange(
     shape: Sequence[int], before: Layout, joined: tuple[int, int], cut: tuple[int, int], num: int
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """A shape with a dim of `num` to split and one of size 1 to concatenate along; these two dims."""
+    """A shape with a dim of `num` to split and one of size 1 to concatenate along; the indices of both."""
     parts: list[tuple[int, ...]] = [(n,) for n in shape]
     (a, _), (b, _) = joined, cut
     to_join, to_cut = before.local_outer(*joined), before.local_outer(*cut)
@@ -333,10 +317,6 @@ def _split_for_exchange(
     starts = [sum(map(len, parts[:d])) for d in (b, a)]
     flat = tuple(n for part in parts for n in part)
     return flat, (starts[0] + places[0], starts[1] + places[1])
-
-
-def communicates(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove]) -> bool:
-    return any(eqn.outvars and eqn.outvars[0] in moves for eqn in _jaxpr.walk(jaxpr))
 
 
 # -- traced ------------------------------------------------------------------------------------------------

@@ -91,7 +91,12 @@ def _collective(
     frame.eqns.append(_jaxpr.equation(eqn.primitive, atoms, outs, frame.source, **params))
     made: Sequence[Atom] = outs
     if time and op is not None:
-        made = [_reduced_over_time(frame, op, x) for x in outs]
+        partial = [Partial(axis, op) for axis in frame.over_time]
+        layouts = [frame.replicated(x.aval.shape) for x in outs]
+        made = [
+            frame.convert(x, y.with_partial(*partial), y)
+            for x, y in zip(outs, layouts, strict=True)
+        ]
     return [frame.value(x, frozenset(axes)) for x in made]
 
 
@@ -103,17 +108,10 @@ def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> At
     return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
 
-def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
-    replicated = frame.replicated(x.aval.shape)
-    return frame.convert(
-        x, replicated.with_partial(*(Partial(axis, op) for axis in frame.over_time)), replicated
-    )
-
-
 def _gathered_over_time(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Eqn, list[Atom]]:
-    """A gather over devices and microbatches: the devices' gather of each one's microbatches together."""
+    """A gather over devices and microbatches: the devices gather each one's microbatches together."""
     (value,), dim, (time,) = ins, eqn.params["all_gather_dimension"], frame.over_time
     if not eqn.params["tiled"]:
         shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
@@ -134,7 +132,7 @@ def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> Device
 def _reduced(
     frame: DeviceFrame, op: str, axes: Sequence[str], value: DeviceValue, out: Var
 ) -> DeviceValue:
-    """A partial sum; maxima and minima are reduced at once, since nothing is linear in them."""
+    """A partial sum. Maxima and minima are reduced at once, since nothing is linear in them."""
     if not value.own:
         return _times(frame, value, value.layout.num(axes)) if op == "sum" else value
     if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
@@ -152,7 +150,7 @@ def _reduced(
 def _looked_up(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], own: frozenset[str]
 ) -> DeviceValue | None:
-    """A look-up of rows in a sharded table, by [Note: columns of tables]; None if it is no such look-up."""
+    """A look-up of rows in a sharded table, [Note: columns of tables]; None if it is none."""
     if eqn.primitive.name != "gather" or ins[0].own or not ins[0].layout.axes:
         return None
     if not _has_rows(frame, ins[1]) or frame.diverges:
@@ -166,7 +164,6 @@ def _looked_up(
 
 
 def _adds_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
-    """Whether rows are added to a table of zeros."""
     if eqn.primitive.name != "scatter-add" or not ins[0].is_zero or frame.diverges:
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -179,19 +176,16 @@ def _has_rows(frame: DeviceFrame, value: DeviceValue) -> bool:
 
 def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: Var) -> DeviceValue:
     """The equation on the rows of all devices, concatenated along dim 0 and sharded along it."""
-    values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
+    values = [ins[0]]
+    for value in ins[1:]:
+        aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
+        layout = frame.replicated(aval.shape).shard(0, frame.mesh)
+        values.append(DeviceValue(aval, layout, {layout: frame.replica(value)}, _several(frame)))
     others = [_jaxpr.var_like(v.aval) for v in values[1:]]
     joined = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
     factors = [*_rules.factors_of(joined), *_look_ups.factors(frame, joined, values)]
     (found,) = ordinary(frame, joined, values, factors)
     return found
-
-
-def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
-    """A device-varying value as a shard of its concatenation over all devices."""
-    aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
-    layout = frame.replicated(aval.shape).shard(0, frame.mesh)
-    return DeviceValue(aval, layout, {layout: frame.replica(value)}, _several(frame))
 
 
 def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int, ...]:
