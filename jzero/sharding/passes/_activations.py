@@ -29,8 +29,6 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class OnHost(NamedTuple):
-    """A program, and its offloaded residuals."""
-
     jaxpr: Jaxpr
     residuals: tuple[Residual, ...]
 
@@ -59,7 +57,7 @@ def activations(
 
 
 def in_order(jaxpr: Jaxpr, marks: bool = False) -> Jaxpr:
-    """The program in which what policies of the step's own send to the host waits for what left before.
+    """Makes what the step's own policies send to the host wait for what left before.
 
     With `marks` it is marked instead, as `activations` has it.
     """
@@ -69,11 +67,11 @@ def in_order(jaxpr: Jaxpr, marks: bool = False) -> Jaxpr:
 
 
 class _OnHostWriter:
-    """A program while it is written.
+    """Writes a program.
 
     Attributes:
-      there: copies on the host that the backward pass is yet to fetch, by what they are of.
-      leaving: copies on the host of which nobody has waited yet, in their order.
+      there: copies on the host that the backward pass is yet to fetch, by what they are copies of.
+      leaving: copies on the host that nobody has waited for yet, in their order.
       marks: nothing moves here: what others are to move is marked.
     """
 
@@ -220,8 +218,8 @@ class _OnHostWriter:
     def _behind(self, writer: JaxprWriter, x: Atom) -> Atom:
         """`x`, when all but the last copies to the host are there.
 
-        What the forward pass makes of it waits for the copies before: the compiler would else start them
-        when the backward pass asks for them, and keep all values on the device until then.
+        What the forward pass makes of it waits for the copies before: the compiler would else start them when
+        the backward pass asks for them, and keep all values on the device until then.
         """
         arrived = list[Var]()
         limit = _residuals.ON_THEIR_WAY - _waits.nbytes([x])

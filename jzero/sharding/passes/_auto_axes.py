@@ -33,16 +33,11 @@ _BY_PARTS = frozenset({*SHARED, "psum", "pmax", "pmin", "ppermute", "layout_cons
 
 @dataclasses.dataclass(frozen=True)
 class AutoAxes:
-    """The axes over which XLA shards.
+    """The axes over which XLA shards."""
 
-    Attributes:
-      mesh: all axes, those of the program too.
-      own: the program's axes, along which collectives are.
-      alone: those along which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs].
-    """
-
-    mesh: Mesh | AbstractMesh
-    own: tuple[str, ...]
+    mesh: Mesh | AbstractMesh  # all axes, those of the program too
+    own: tuple[str, ...]  # the program's axes, along which collectives are
+    # XLA must not shard a sum of 16 bits along these, [Note: 16 bits on CPUs].
     alone: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -107,7 +102,6 @@ def _in_parts(
     primitive: Primitive, params: Iterable[tuple[str, Any]], names: Collection[str],
     before: AutoSpec, after: AutoSpec, x: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """An operation on the parts of `x` along the axes."""
     run = functools.partial(primitive.bind, **primitive.get_bind_params(dict(params)))
     specs = (PartitionSpec(*(dim or None for dim in spec)) for spec in (before, after))
     in_spec, out_spec = specs
@@ -118,7 +112,6 @@ def _in_parts(
 
 
 def _alone(eqn: Eqn, axes: AutoAxes) -> tuple[str, ...]:
-    """The axes over which XLA must not shard this: [Note: 16 bits on CPUs]."""
     dtype = eqn.invars[0].aval.dtype
     narrow = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
     return axes.alone if narrow and eqn.primitive.name in SUMS else ()

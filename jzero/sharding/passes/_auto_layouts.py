@@ -47,14 +47,10 @@ _SCOPE = re.compile(r"jzero\.parts\[(.*)\]")
 
 
 class AutoParts(NamedTuple):
-    """The parts of a value: [Note: parts].
+    """The parts of a value, [Note: parts]."""
 
-    Attributes:
-      cuts: the dims that are cut, and into how many parts each.
-      axes: of each of these, the mesh axes over which the parts are.
-    """
-
-    cuts: tuple[tuple[int, int], ...] = ()
+    cuts: tuple[tuple[int, int], ...] = ()  # the dims that are cut, and into how many parts each
+    # For each of these, the mesh axes over which the parts are.
     axes: tuple[tuple[str, ...], ...] = ()
 
     def mark(self, eqn: Eqn) -> Eqn:
@@ -79,24 +75,12 @@ class AutoParts(NamedTuple):
         return jnp.moveaxis(x, range(first), places).reshape(shape)
 
 
-def _axes_of_parts(eqn: Eqn) -> tuple[tuple[str, ...], ...]:
-    """The axes that cut an equation's first dims, if it is marked with them."""
-    found = filter(None, map(_SCOPE.fullmatch, _jaxpr.scopes(eqn)))
-    return next((tuple(tuple(dim.split(",")) for dim in x.group(1).split("|")) for x in found), ())
-
-
 class AutoLayouts(NamedTuple):
-    """How XLA shards what a program takes and returns.
+    """How XLA shards what a program takes and returns."""
 
-    Attributes:
-      sizes: how many places there are along each of its axes; no axes, no shards.
-      ins: of arguments, by number, how it shards them.
-      outs: and of results.
-    """
-
-    sizes: Mapping[str, int] = {}
-    ins: Mapping[int, AutoSpec] = {}
-    outs: Mapping[int, AutoSpec] = {}
+    sizes: Mapping[str, int] = {}  # of its axes; no axes, no shards
+    ins: Mapping[int, AutoSpec] = {}  # for arguments, by number
+    outs: Mapping[int, AutoSpec] = {}  # and for results
 
     def of(self, program: Region) -> SpecOf:
         """How XLA shards the operands of a program's collectives."""
@@ -106,8 +90,8 @@ class AutoLayouts(NamedTuple):
         read = _claims(program, self.sizes, program.jaxpr.outvars, self.outs, True)
 
         def spec_of(region: Region, eqn: Eqn) -> AutoSpec:
-            if marked := _axes_of_parts(eqn):
-                return marked
+            for mark in filter(None, map(_SCOPE.fullmatch, _jaxpr.scopes(eqn))):
+                return tuple(tuple(dim.split(",")) for dim in mark.group(1).split("|"))
             (x,) = eqn.invars
             # What is reduced goes to where its readers are; what is gathered comes from where it is stored.
             order = (read, made) if eqn.primitive.name in SUMS else (made, read)
@@ -117,7 +101,6 @@ class AutoLayouts(NamedTuple):
         return spec_of
 
     def parts_of(self, spec: AutoSpec) -> AutoParts:
-        """The parts into which a value is cut."""
         cuts = (
             (d, math.prod(self.sizes[a] for a in names)) for d, names in enumerate(spec) if names
         )
@@ -215,7 +198,6 @@ def _constraint(eqn: Eqn, claims: _Claims, names: Sequence[str]) -> _Claims:
 
 
 def _reshaped(claims: _Claims, source: Atom, target: Atom, sizes: Mapping[str, int]) -> _Claims:
-    """Claims through a reshape."""
     found: _Claims = ()
     for d, claim in enumerate(claims):
         for names in claim:

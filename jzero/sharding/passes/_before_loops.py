@@ -29,7 +29,11 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
     """
     inner = functools.partial(before_loops, reduction=reduction)
     jaxpr = _waits.with_equations(jaxpr, [_jaxpr.with_inner(e, inner) for e in jaxpr.eqns])
-    loops = [i for i, eqn in enumerate(jaxpr.eqns) if _is_long_loop(eqn)]
+    iterates = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in ("scan", "while")]
+    loops = [
+        i for i in iterates
+        if any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(jaxpr.eqns[i]))
+    ]  # fmt: skip
     large = [
         i for i, eqn in enumerate(jaxpr.eqns)
         if eqn.primitive.name == reduction and _waits.nbytes(eqn.invars) > WAITS_THROUGH_LOOPS
@@ -52,11 +56,6 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
     return _waits.with_equations(jaxpr, eqns)
 
 
-def _is_long_loop(eqn: Eqn) -> bool:
-    in_iterations = eqn.primitive.name in ("scan", "while")
-    return in_iterations and any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(eqn))
-
-
 def _in_parts(
     reduction: Eqn, parts: Sequence[Sequence[Var]], end: int, program: Region
 ) -> list[tuple[int, list[Eqn]]]:
@@ -73,7 +72,6 @@ def _in_parts(
 
 
 def _added(source: Eqn, terms: Sequence[Var]) -> tuple[Var, list[Eqn]]:
-    """The sum of values, and the equations that make it."""
     (total, *others), eqns = terms, list[Eqn]()
     for term in others:
         out = _jaxpr.new_var(total)

@@ -17,15 +17,10 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class GatherChain(NamedTuple):
-    """A gather, without the barriers before it.
+    """A gather, without the barriers before it."""
 
-    Attributes:
-      root: the argument of the program that it gathers.
-      eqns: what is done to the argument: views, casts and gathers, of which the last one is this.
-    """
-
-    root: Var
-    eqns: tuple[Eqn, ...]
+    root: Var  # the argument of the program that it gathers
+    eqns: tuple[Eqn, ...]  # views, casts and gathers of the argument; the last one is this
 
     @property
     def out(self) -> Var:
@@ -131,9 +126,7 @@ _Params = Mapping[str, Any]
 _ON_STACK: dict[str, Callable[[int, _Params], _Params]] = {
     "convert_element_type": lambda length, params: {},
     "psum": lambda length, params: {},
-    "reduce_scatter": lambda length, params: {
-        "scatter_dimension": params["scatter_dimension"] + 1,
-    },
+    "reduce_scatter": lambda length, params: {"scatter_dimension": params["scatter_dimension"] + 1},
     "transpose": lambda length, params: {"permutation": (0, *_behind_first(params["permutation"]))},
     "squeeze": lambda length, params: {"dimensions": _behind_first(params["dimensions"])},
     "slice": lambda length, params: {

@@ -47,11 +47,8 @@ def cut(
 ) -> Tiles | None:
     """Tiles of at most `nbytes` of a value that is larger; of one index of a dim at least.
 
-    `sharded`: the dim along which it is; [Note: which dim is cut into tiles].
-    `kept`: dims over which the product does not sum: one of these is cut if its tiles are as small.
-
-    Returns:
-      The cut; None if there is no other dim.
+    It is sharded along `sharded`, [Note: which dim is cut into tiles]; None if there is no other dim. The
+    product does not sum over dims in `kept`: one of these is cut if its tiles are as small.
     """
     dims = [dim for dim, size in enumerate(shape) if dim != sharded and size > 1]
     if not dims:
@@ -115,7 +112,6 @@ def _in_parts(writer: JaxprWriter, x: Atom, dim: int, num_parts: int) -> tuple[A
 
 
 def shape_of_part(shape: Sequence[int], parts: Mapping[int, int]) -> list[int]:
-    """The shape of one Auto part of a value."""
     return [size // parts.get(dim, 1) for dim, size in enumerate(shape)]
 
 

@@ -53,10 +53,8 @@ def in_place(
 
 def _goes_into(old: Var, eqn: Eqn, nbytes: int) -> bool:
     """Whether it is a large gather of the same type along another dim than the first."""
-    same = (old.aval.shape, old.aval.dtype) == (
-        eqn.outvars[0].aval.shape,
-        eqn.outvars[0].aval.dtype,
-    )
+    new = eqn.outvars[0].aval
+    same = (old.aval.shape, old.aval.dtype) == (new.shape, new.dtype)
     large = same and _waits.is_gather(eqn) and _waits.nbytes([old]) > nbytes
     return bool(large and eqn.params["tiled"] and eqn.params["all_gather_dimension"])
 
@@ -65,7 +63,6 @@ def _written(
     writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, own: Collection[str],
     nbytes: int,
 ) -> Var:  # fmt: skip
-    """Writes a gather into an existing buffer."""
     axes, dim = eqn.params["axis_name"], eqn.params["all_gather_dimension"]
 
     def into(whole: jax.Array, shard: jax.Array) -> jax.Array:

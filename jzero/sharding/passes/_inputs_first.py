@@ -34,10 +34,7 @@ def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 
 
 def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
-    """The step with the gradient of each matrix of more than so many bytes behind that of its input.
-
-    `nbytes`: larger matrices, and their gradients, change places.
-    """
+    """`inputs_first`, of a step's frame."""
     jaxpr, products = frame.jaxpr, _products(frame, nbytes)
     if not products:
         return frame
@@ -68,7 +65,7 @@ def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
 
 
 def _products(frame: Frame, nbytes: int) -> dict[int, int]:
-    """By index, the gradient of each large matrix and the later product that reads the matrix."""
+    """The later product that reads the matrix, and the gradient of each large matrix, by index."""
     eqns, found = frame.jaxpr.eqns, dict[int, int]()
     for index, eqn in enumerate(eqns):
         if not _may_be_late(eqn, nbytes) or not _is_reduced(frame, eqn.outvars[0]):

@@ -97,7 +97,9 @@ def _each_once(jaxpr: Jaxpr) -> Jaxpr:
     if not jaxpr.eqns:
         return jaxpr
     ours = {id(chain.eqns[-1]) for chain in chains(jaxpr)}
-    ours |= {id(eqn) for eqn in jaxpr.eqns if _waits.gathers_leaf(eqn)}
+    for eqn in filter(_waits.is_gather, jaxpr.eqns):
+        if any(scope.startswith("jzero.gather[") for scope in _jaxpr.scopes(eqn)):
+            ours.add(id(eqn))  # It gathers a leaf, or a value derived from one.
     writer, numbers, values = JaxprWriter(jaxpr.eqns[0]), dict[Hashable, int](), dict[Var, int]()
     gathered = dict[int, Var]()
 

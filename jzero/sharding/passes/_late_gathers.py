@@ -29,19 +29,16 @@ _LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
 
 
 def balance(devices: Sequence[jax.Device], group: Collection[int]) -> float:
-    """Multiplications in the time in which a byte is gathered by a group of these devices.
-
-    By the target that the devices are (`jzero.targets`).
-    """
+    """Multiplications in the time in which a group of these devices gathers a byte, by their target."""
     target, topology = target_of(devices), topology_of(devices)
     time = collective_time("all-gather", group, _LARGE, target, topology)
     return target.bf16_flops / 2 * time.wire / _LARGE
 
 
 def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
-    """What the product gives for which gathers for the next iteration wait; nothing if they need not.
+    """The result for which gathers for the next iteration wait; nothing if they need not.
 
-    The reason is in [Note: late gathers].
+    [Note: late gathers] has the reason.
 
     `ahead`: what the iteration before has gathered, or fetched.
     `balance`: multiplications for each byte that is moved above which products take longer.

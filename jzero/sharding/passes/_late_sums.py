@@ -126,7 +126,7 @@ def _accumulated_sum(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, i
 
 
 def _summed_behind(scan: Scan, chains: Mapping[int, Sequence[Eqn]]) -> Scan:
-    """The loop whose carries add up what the first sums of these chains, by carry, sum; and these, behind it.
+    """The loop, whose carries add up what the chains' first sums would sum, and then the chains.
 
     A running sum in the narrower dtype would lose a small term of an iteration as soon as it is large.
     """

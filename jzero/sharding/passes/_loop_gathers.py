@@ -27,17 +27,15 @@ def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         find = _LOOPS.get(eqn.primitive.name)
-        hoisted = None if find is None else find(_stacks_whole(eqn), nbytes, False)
+        hoisted = None
+        if find is not None:  # Iterations gather stacks before inner loops.
+            stacked = _jaxpr.with_inner(eqn, lambda body: keep_gathered(body, in_all_loops=True))
+            hoisted = find(stacked, nbytes, False)
         if hoisted is None:
             eqn = _jaxpr.with_inner(eqn, lambda body: loop_gathers(body, nbytes))
             hoisted = [eqn] if find is None else find(eqn, nbytes, True)
         eqns += hoisted or [eqn]
     return _waits.with_equations(jaxpr, eqns)
-
-
-def _stacks_whole(eqn: Eqn) -> Eqn:
-    """A loop whose iterations gather stacks before inner loops."""
-    return _jaxpr.with_inner(eqn, lambda body: keep_gathered(body, in_all_loops=True))
 
 
 def _of_scan(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:

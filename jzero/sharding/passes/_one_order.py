@@ -23,17 +23,16 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # [Note: one order of collectives]
 # XLA:CPU starts the operations of a device in one order, but a loop counts as started when its first
 # iteration waits for something. A gather behind it may then meet, on another device, a gather of the loop:
-# all have one name. And it drops the optimization barriers by which `_queue.py` orders them. So on CPUs a
-# loop, branch or call in which devices meet reads, in a way that no simplifier sees through, something of
-# what the collectives before it have made, and each collective behind it something of its result
-# (tests/test_one_order.py; docs/facts.md#loops-with-collectives-are-overtaken).
+# all have one name. And it drops the optimization barriers by which `_prefetch.py` and `_order.py` order
+# them. So on CPUs a loop, branch or call in which devices meet reads, in a way that no simplifier sees
+# through, something of what the collectives before it have made, and each collective behind it something of
+# its result (tests/test_one_order.py; docs/facts.md#loops-with-collectives-are-overtaken).
 
 
 def one_order(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program, with explicit collectives, for CPUs."""
-    if not _overtaken(jaxpr):
-        return jaxpr
-    return _in_order(jaxpr, {})
+    """One device's program for CPUs, in which collectives keep their order."""
+    loops = (e for e in _jaxpr.walk(jaxpr) if e.primitive.name in ("scan", "while", "cond"))
+    return _in_order(jaxpr, {}) if any(map(_nests_collectives, loops)) else jaxpr
 
 
 def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,14 +47,6 @@ def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(traced.out_tree, outs)
 
     return ordered
-
-
-def _overtaken(jaxpr: Jaxpr) -> bool:
-    """Whether it has, at any depth, a loop or branch with collectives, which XLA:CPU overtakes."""
-    return any(
-        eqn.primitive.name in ("scan", "while", "cond") and _nests_collectives(eqn)
-        for eqn in _jaxpr.walk(jaxpr)
-    )
 
 
 def _nests_collectives(eqn: Eqn) -> bool:
@@ -82,11 +73,7 @@ def _in_order(jaxpr: Jaxpr, bodies: dict[int, tuple[Jaxpr, Jaxpr]]) -> Jaxpr:
 
 
 class _Sequence:
-    """Equations that one device starts one after the other: of a program, of a loop's body, of a branch.
-
-    Attributes:
-      writer: has them.
-    """
+    """Equations that one device starts one after the other: of a program, of a loop's body, of a branch."""
 
     def __init__(self, writer: JaxprWriter, bodies: dict[int, tuple[Jaxpr, Jaxpr]]):
         self.writer, self._bodies = writer, bodies

@@ -34,7 +34,7 @@ def order(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     """One device's program with its reductions behind the products that make what they reduce, in order.
 
     `nbytes`: the most bytes of whole gradients that are reduced together; with 0 each reduction waits for the
-      one before. Without this pass, reductions run as they come.
+      one before.
     """
     return _ordered(jaxpr, nbytes, in_loop=False)
 
@@ -60,13 +60,11 @@ def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
     for eqn in reversed(jaxpr.eqns):
         if _waits.reduces(eqn) and feeds.isdisjoint(eqn.outvars):
             found.setdefault(made.get(_jaxpr.variable(eqn.invars[0]), -1), []).insert(0, eqn)
-        elif _is_of_pass(eqn) or not feeds.isdisjoint(eqn.outvars):
+        elif not feeds.isdisjoint(eqn.outvars) or (
+            _waits.takes_time(eqn) and not _jaxpr.in_scope(eqn, _waits.OWNED)
+        ):
             feeds.update(variables(eqn.invars))
     return dict(sorted(found.items()))
-
-
-def _is_of_pass(eqn: Eqn) -> bool:
-    return _waits.takes_time(eqn) and not _jaxpr.in_scope(eqn, _waits.OWNED)
 
 
 def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_loop: bool) -> Jaxpr:
@@ -102,11 +100,9 @@ def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_loop: 
 
 
 class _Begin(NamedTuple):
-    """A carry of a loop, the index of the equation that makes it, and of the loop."""
-
-    carry: Var
-    made: int
-    loop: int
+    carry: Var  # of a loop
+    made: int  # the index of the equation that makes it
+    loop: int  # and of the loop
 
 
 def _begins(jaxpr: Jaxpr) -> list[_Begin]:
@@ -121,7 +117,7 @@ def _begins(jaxpr: Jaxpr) -> list[_Begin]:
 
 
 def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> None:
-    """What a loop begins with is there when these are reduced: XLA would else reduce them behind the loop.
+    """A loop begins when these are reduced: XLA would else reduce them behind the loop.
 
     What the loop gathers for its first iteration waits for it too, so that none of it is there beside these.
     """
@@ -136,7 +132,7 @@ def _size(eqn: Eqn) -> int:
 
 def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
     """One token of the large reductions of a group, or of all if none is large."""
-    large = [eqn for eqn in group if _counts(_size(eqn))]
+    large = [eqn for eqn in group if _size(eqn) > SMALLEST_GROUP / 8]
     writer = JaxprWriter(_jaxpr.within_scope(group[0], SCOPE))
     first, *others = [_waits.write_token(writer, eqn.outvars[0]) for eqn in large or group]
     token = _waits.write_behind(writer, first, others)
@@ -144,13 +140,8 @@ def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
     return [_jaxpr.variable(token)]
 
 
-def _counts(nbytes: int) -> bool:
-    """Whether others depend on a reduction of so many bytes, beside larger ones in its group."""
-    return nbytes > SMALLEST_GROUP / 8
-
-
 def groups(sizes: Sequence[int], nbytes: int, in_loop: bool) -> list[int]:
-    """The group number of each reduction: [Note: groups of reductions]."""
+    """The group number of each reduction, [Note: groups of reductions]."""
     total = sum(sizes)
     half, least = total / 2, min(SMALLEST_GROUP, nbytes / 2)
     # Matrices that just fit are no more because of their biases.

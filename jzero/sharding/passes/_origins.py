@@ -25,23 +25,19 @@ _EXTREMES = frozenset({"pmax", "pmin"})
 
 
 class ValueOrigin(NamedTuple):
-    """What a value comes from.
+    """What a value comes from."""
 
-    Attributes:
-      differs: the axes over which it differs because rows of the batch do; it may be a term of a sum of them.
-      of_rows: the axes over which rows are sharded of which it is computed, gathered or not, but not summed.
-      is_gradient: whether it differs, and a backward pass made it, or what it is computed of.
-      args: arguments of the program of which it is a view: one, or -1 for what is computed.
-    """
-
+    # Axes over which it differs because rows of the batch do; it may be a term of a sum of them.
     differs: _Axes = _NOWHERE
+    # Axes that shard the rows it is computed of, gathered or not, but not summed.
     of_rows: _Axes = _NOWHERE
-    is_gradient: bool = False
+    is_gradient: bool = False  # it differs, and a backward pass made it, or what it is computed of
+    # Arguments of the program that it is a view of: one, or -1 for what is computed.
     args: frozenset[int] = frozenset()
 
     @property
     def arg(self) -> int | None:
-        """The argument of which it is a view, by index; None if it is computed."""
+        """The argument that it is a view of, by index; None if it is computed."""
         (arg,) = self.args if len(self.args) == 1 else (-1,)
         return None if arg < 0 else arg
 
@@ -50,7 +46,6 @@ Origins = dict[ValueIn, ValueOrigin]
 
 
 def origins(program: Region, rows: Sequence[_Axes]) -> Origins:
-    """What each value of a program comes from."""
     start: Origins = {
         (program, var): ValueOrigin(axes, axes, False, _COMPUTED if axes else frozenset([i]))
         for i, (var, axes) in enumerate(zip(program.jaxpr.invars, rows, strict=True))
@@ -88,14 +83,14 @@ def _made(region: Region, eqn: Eqn, ins: Sequence[ValueOrigin]) -> list[ValueOri
     return [ValueOrigin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
 
 
-# What writes an equation in other words; False where it stays.
+# Writes the replacement of an equation; False where it stays.
 Rewrite = Callable[[Region, Eqn, JaxprWriter], bool]
 
 
 def rewritten(region: Region, rewrite: Rewrite) -> Jaxpr:
-    """A program in which `rewrite` has written equations in other words, in loops and branches, too.
+    """The program with equations replaced where `rewrite` returns True, in loops and branches too.
 
-    It gets the operands as they are in the program, to ask facts of them; those of the writer are its names.
+    It gets the operands as they are in the program, to ask facts of them; `writer.read` has their names.
     """
     jaxpr = region.jaxpr
     if not jaxpr.eqns:

@@ -54,7 +54,7 @@ def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
 
     `nbytes`: the most gathered bytes that are not read yet, or those of one product if these are more. With 0
       nothing is gathered ahead.
-    `balance`: multiplications in the time in which a byte is gathered: [Note: late gathers] in
+    `balance`: multiplications in the time in which a byte is gathered, [Note: late gathers] in
       `_late_gathers.py`.
     """
     return _placed(_nested(jaxpr, nbytes, balance, None), nbytes, _Scope())
@@ -62,41 +62,32 @@ def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """Where a program runs.
+    """Where a program runs."""
 
-    Attributes:
-      autodiff: the pass around it.
-      late: of its arguments, what a loop's iteration before has computed.
-      following: of a loop's iteration, what the next one reads its results as; None outside of loops of one
-        pass.
-      awaited: what gathers for the next iteration wait for.
-    """
-
-    autodiff: str | None = None
+    autodiff: str | None = None  # the pass around it
+    # Of its arguments, what a loop's iteration before has computed.
     late: frozenset[Var] = frozenset()
+    # In a loop of one pass, what the next iteration reads its results as; None elsewhere.
     following: Mapping[Var, Var] | None = None
-    awaited: Sequence[Var] = ()
+    awaited: Sequence[Var] = ()  # what gathers for the next iteration wait for
 
 
 def _nested(jaxpr: Jaxpr, limit: int, balance: float, autodiff: str | None) -> Jaxpr:
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         inside = autodiff or _jaxpr.autodiff_pass(eqn)
-        done = _loop if eqn.primitive.name == "scan" else _holder
-        eqns += done(eqn, limit, balance, inside)
+        if eqn.primitive.name == "scan":
+            eqns += _loop(eqn, limit, balance, inside)
+            continue
+
+        def inner(body: Jaxpr, inside: str | None = inside) -> Jaxpr:
+            return _placed(_nested(body, limit, balance, inside), limit, _Scope(inside))
+
+        eqns.append(_jaxpr.with_inner(eqn, inner))
     return _waits.with_equations(jaxpr, eqns)
 
 
-def _holder(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
-
-    def inner(jaxpr: Jaxpr) -> Jaxpr:
-        return _placed(_nested(jaxpr, limit, balance, autodiff), limit, _Scope(autodiff))
-
-    return [_jaxpr.with_inner(eqn, inner)]
-
-
 def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
-    """A loop, whose iterations now may gather for the next one."""
     eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, balance, autodiff))
     scan = Scan.of(eqn)
     of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
@@ -108,16 +99,12 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
         if any(map(_waits.reduces, _jaxpr.walk(scan.body))):
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
-        awaited = latest_use(scan.body, _gathered_before(scan), balance)
+        made = {out for e in scan.eqns if _moves(e) for out in e.outvars}
+        gathered_before = [p.before for p in scan.carries if p.after in made]
+        awaited = latest_use(scan.body, gathered_before, balance)
     following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}
     place = _Scope(autodiff, _late(scan), following if of_one_pass else None, awaited)
     return [*before, _jaxpr.with_inner(eqn, lambda body: _placed(body, limit, place)), *after]
-
-
-def _gathered_before(scan: Scan) -> list[Var]:
-    """Values that the iteration before has gathered or fetched."""
-    made = {out for e in scan.eqns if _moves(e) for out in e.outvars}
-    return [p.before for p in scan.carries if p.after in made]
 
 
 def _late(scan: Scan) -> frozenset[Var]:
@@ -158,7 +145,7 @@ def _gathered_ahead(
 
 
 def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
-    """Gathers before a loop depend on its initial carry: [Note: a backward loop begins with its carry]."""
+    """Gathers before a loop depend on its initial carry, [Note: a backward loop begins with its carry]."""
     ready, found = [x for x in variables(carry) if _waits.is_float(x)], list[Eqn]()
     for eqn in eqns:
         if _waits.is_gather(eqn) and ready:
@@ -169,35 +156,25 @@ def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
 
 
 class _Gather(NamedTuple):
-    """A gather of a program's arguments, or what a loop has gathered for its last iteration.
+    """A gather of a program's arguments, or what a loop has gathered for its last iteration."""
 
-    Attributes:
-      eqn: the gather, or the loop.
-      out: what is gathered.
-      use: the equation that first reads it, by index: one of the next iteration's stands behind all of this
-        one's.
-      cone: equations that make its operand.
-      names: what they read in the place of what is behind a barrier of the program's own.
-      reads: arguments of the program that these read.
-      others: what it waits for by a barrier of another pass.
-    """
-
-    eqn: Eqn
-    out: Var
+    eqn: Eqn  # the gather, or the loop
+    out: Var  # what is gathered
+    # The index of the equation that first reads it; one of the next iteration comes after all of this one's.
     use: int
-    cone: dict[int, Eqn]
+    cone: dict[int, Eqn]  # equations that make its operand, by index
+    # What they read in the place of what is behind a barrier of the program's own.
     names: dict[Var, Atom]
-    reads: set[Var]
-    others: set[Var]
+    reads: set[Var]  # arguments of the program that these read
+    others: set[Var]  # what it waits for by a barrier of another pass
 
     @property
     def moves(self) -> bool:
-        """Whether the equation can be moved."""
         return _moves(self.eqn)
 
 
 class _Level:
-    """A program: which of its equations gather, take time, and begin a pass."""
+    """The equations of a program that gather, take time, or begin a pass."""
 
     def __init__(self, jaxpr: Jaxpr, place: _Scope):
         self.jaxpr, self.place, self.num = jaxpr, place, len(jaxpr.eqns)
@@ -269,7 +246,7 @@ class _Level:
         return max((self.index.get(var, -1) for var in gather.others), default=-1)
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:
-        """For each gather the equation behind which it may start, or -1: [Note: when a gather may start]."""
+        """For each gather the equation behind which it may start, or -1, [Note: when a gather may start]."""
         if self.place.following is None:
             fetched = self._starts(self.fetches, _residuals.ON_THEIR_WAY)
             return [*self._starts(self.gathers, limit), *fetched]
@@ -352,7 +329,7 @@ _MEETING = _frames.COLLECTIVES - {"axis_index", "all_gather", "all_gather_invari
 def _queue(
     sizes: Sequence[int], uses: Sequence[int], products: Sequence[int], limit: int
 ) -> list[int | None]:
-    """For each gather the product behind which it may start, or None: [Note: when a gather may start]."""
+    """For each gather the product behind which it may start, or None, [Note: when a gather may start]."""
     found, ahead, total, all_ahead = list[int | None](), deque[tuple[int, int | None]](), 0, True
     for nbytes, use in zip(sizes, uses, strict=True):
         place = bisect.bisect_left(products, use)

@@ -122,7 +122,6 @@ def _unpacked(row: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
-    """Floats `[rows, b]` as bytes `[rows, b * itemsize]`."""
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
 
 

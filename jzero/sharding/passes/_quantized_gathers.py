@@ -47,7 +47,10 @@ def quantize_gathers(
             return False
         (shard,), (out,) = eqn.invars, eqn.outvars
         ours = not _jaxpr.is_literal(shard) and found[region, shard].arg in args
-        if not ours or not _is_wide(shard) or readers.get((region, out)) != _PASS:
+        if not ours or readers.get((region, out)) != _PASS:
+            return False
+        dtype = shard.aval.dtype
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
             return False
         parts = specs.parts_of(spec_of(region, eqn))
         writer.names[out] = _gathered(writer, eqn, writer.read(shard), blocks, parts)
@@ -56,29 +59,18 @@ def quantize_gathers(
     return _origins.rewritten(program, quantize)
 
 
-def _is_wide(atom: Atom) -> bool:
-    dtype = atom.aval.dtype
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-
-
 def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, blocks: Blocks, parts: AutoParts) -> Atom:
-    """A quantized gather: its result is rounded, and equal on all devices."""
     outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.QUANTIZED)
     (row,) = writer.trace(_row, shard, static=(blocks, parts))
     *several, _, nbytes = row.aval.shape
     rows = _jaxpr.var_like(row.aval, (*several, eqn.params["axis_size"], nbytes))
     params = {**eqn.params, "all_gather_dimension": len(several)}
     writer.clone(parts.mark(writer.source), [row], [rows], params=params)
-    static = (
-        eqn.params["all_gather_dimension"],
-        shard.aval.shape,
-        str(shard.aval.dtype),
-        blocks,
-        parts,
-    )
-    (whole,) = writer.trace(_whole, rows, static=static)
+    dim, dtype = eqn.params["all_gather_dimension"], str(shard.aval.dtype)
+    static = dim, shard.aval.shape, dtype, blocks, parts
+    (found,) = writer.trace(_dequantized, rows, static=static)
     writer.source = outer
-    return whole
+    return found
 
 
 def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
@@ -88,10 +80,10 @@ def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
     return _quantize.quantize(x.reshape(*several, 1, -1), blocks)
 
 
-def _whole(
+def _dequantized(
     dim: int, shard: tuple[int, ...], dtype: str, blocks: Blocks, parts: AutoParts, rows: jax.Array
 ) -> jax.Array:
-    """Dequantizes the rows of all devices, `[q, k, bytes] -> [n, d]`."""
+    """The rows of all devices, `[q, k, bytes] -> [n, d]`."""
     *several, num, _ = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shard)]
@@ -119,26 +111,19 @@ def _readers(program: Region, found: _origins.Origins) -> dict[ValueIn, _Readers
 
 
 def _widens(eqn: Eqn) -> bool:
-    """Whether it is a cast to a wider dtype: the gather before it is exact."""
+    """A cast to a wider dtype: the gather before it is exact."""
     cast = eqn.primitive.name == "convert_element_type"
     return cast and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
 
 
 # -- stored copies --------------------------------------------------------------------------------------
 class StoredCopy(NamedTuple):
-    """A parameter whose copies are stored on the devices, and are renewed by how it changed.
+    """A parameter whose copies are stored on the devices, and are renewed by how it changed."""
 
-    Attributes:
-      arg: the old one among the arguments, by index.
-      out: the new one among the results.
-      axes: over which the copy is sharded.
-      shape: of the whole, without padding.
-    """
-
-    arg: int
-    out: int
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
+    arg: int  # the old one among the arguments, by index
+    out: int  # the new one among the results
+    axes: tuple[str, ...]  # over which the copy is sharded
+    shape: tuple[int, ...]  # its global shape, without padding
 
 
 def quantize_renewals(
@@ -231,7 +216,6 @@ def _difference(
 
 
 def _joint(sizes: Sequence[int], places: Sequence[jax.Array]) -> jax.Array:
-    """A linear index over several axes, the outermost first."""
     at: jax.Array = jnp.int32(0)
     for size, place in zip(sizes, places, strict=True):
         at = at * jnp.int32(size) + place

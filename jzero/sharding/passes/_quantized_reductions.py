@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +28,6 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 Formats = Mapping[str, Blocks | None]
-# Of an equation that reduces the gradient of a leaf: its path.
-LeafOf = Callable[[Eqn], str]
 # What a gradient passes through on its way to its leaf, and is still all of it.
 _PLAIN = _rules.named(Cost.COPY, Cost.VIEW, Cost.CAST, Cost.PART) | _frames.COLLECTIVES | {
     "add_any", "pad", "concatenate", "dynamic_update_slice", "layout_constraint",
@@ -38,20 +36,15 @@ _SCOPE = re.compile(r"jzero\.(?:reduce_scatter|all_reduce)\[(.*)\]")
 
 
 class QuantizedAxes(NamedTuple):
-    """The mesh axes over which gradients travel.
+    """The mesh axes over which gradients travel."""
 
-    Attributes:
-      sizes: by name, the outermost first. The last one is the fastest, and carries most.
-      formats: in which they travel over each; None for exact.
-      replicas: those over which devices hold the same shards.
-    """
-
+    # By name, the outermost first; the last one is the fastest, and carries most.
     sizes: Mapping[str, int]
-    formats: Formats
-    replicas: Collection[str] = ()
+    formats: Formats  # in which they travel over each; None for exact
+    replicas: Collection[str] = ()  # those over which devices hold the same shards
 
 
-def leaf_in_scope(eqn: Eqn) -> str:
+def _leaf_of(eqn: Eqn) -> str:
     """The leaf in the scope of a reduction, as the partitioner names it; '' if none."""
     found = [_SCOPE.fullmatch(scope) for scope in _jaxpr.scopes(eqn)]
     return next((match.group(1) for match in reversed(found) if match is not None), "")
@@ -59,7 +52,7 @@ def leaf_in_scope(eqn: Eqn) -> str:
 
 def quantize_reductions(
     jaxpr: Jaxpr, axes: QuantizedAxes, leaves: Collection[str], rows: Sequence[frozenset[str]],
-    leaf_of: LeafOf = leaf_in_scope, specs: AutoLayouts = NO_SPECS,
+    specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that reduces the gradients of some leaves quantized.
 
@@ -80,7 +73,11 @@ def quantize_reductions(
             return False
         (x,), (out,), over = eqn.invars, eqn.outvars, _jaxpr.axes_of(eqn)
         ours = not _jaxpr.is_literal(x) and found[region, x].is_gradient
-        if not ours or not jnp.issubdtype(x.aval.dtype, jnp.floating) or leaf_of(eqn) not in leaves:
+        if (
+            not ours
+            or not jnp.issubdtype(x.aval.dtype, jnp.floating)
+            or _leaf_of(eqn) not in leaves
+        ):
             return False
         if mixed.get((region, out)) or not any(axes.formats.get(axis) for axis in over):
             return False
@@ -163,7 +160,7 @@ class _Stages:
         return x
 
     def _stage(self, terms: Atom, axis: str, waits: bool) -> Atom:
-        """Of `[q, k, n, d]`, a term for each device of `axis`: exchanges the terms, and sums the received."""
+        """`[q, k, n, d]`, a term for each device of `axis`: exchanges the terms, and sums the received."""
         blocks, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
         source = self.parts.mark(self.source)
         if blocks is None:
@@ -224,7 +221,7 @@ def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:
 
 
 def _total(part: tuple[int, ...], dtype: str, blocks: Blocks, rows: jax.Array) -> jax.Array:
-    """Of quantized `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
+    """Quantized `[q, k, bytes]` as the sum of k terms, `[q, *part]`."""
     wide = jnp.promote_types(dtype, jnp.float32)
     terms = _quantize.dequantize(rows, math.prod(part), wide, blocks)
     return jnp.sum(terms, axis=-2).reshape(*rows.shape[:-2], *part)

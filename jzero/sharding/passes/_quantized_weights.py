@@ -27,51 +27,32 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class View(NamedTuple):
-    """A cast, transpose, squeeze or slice that waits until its operand is dequantized.
+    """A cast, transpose, squeeze or slice that waits until its operand is dequantized."""
 
-    Attributes:
-      eqn: the equation; `dim` of its operand may have another size by then, as it may be gathered.
-      dim: the dim that the parts cut; None for a leaf that is whole.
-      result: which result, by number.
-    """
-
-    eqn: Eqn
-    dim: int | None
-    result: int
+    eqn: Eqn  # its operand may have another size along `dim` by then, as it may be gathered
+    dim: int | None  # that the parts cut; None for a leaf that is not sharded
+    result: int  # which result, by number
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedRows:
-    """A leaf `[..., n, d]` as rows of bytes `[..., parts, bytes]`.
+    """A leaf `[..., n, d]` as rows of bytes `[..., parts, bytes]`."""
 
-    Attributes:
-      blocks: the format.
-      dtype: as which it is dequantized.
-      part: the shape of one part of a row.
-      dim: the dim that the parts cut; None for a leaf that is whole.
-      num_stacked: how many dims stand before a row.
-      views: what is done to it when it is dequantized.
-      dim_now: the dim that the parts cut, behind the views; None if there are none.
-      gathered: whether all parts are there.
-    """
-
-    blocks: Blocks
-    dtype: str
-    part: tuple[int, ...]
-    dim: int | None
-    num_stacked: int
-    views: tuple[View, ...] = ()
+    blocks: Blocks  # the format
+    dtype: str  # as which it is dequantized
+    part: tuple[int, ...]  # the shape of one part of a row
+    dim: int | None  # that the parts cut; None for a leaf that is not sharded
+    num_stacked: int  # how many dims stand before a row
+    views: tuple[View, ...] = ()  # what is done to it when it is dequantized
+    # The dim that the parts cut, behind the views; None if there are none.
     dim_now: int | None = None
-    gathered: bool = False
+    gathered: bool = False  # all parts are there
 
     @property
     def rows_dim(self) -> int:
         """The dim of the rows that is sharded."""
         assert self.dim is not None
         return min(self.dim, self.num_stacked)
-
-    def without_views(self) -> QuantizedRows:
-        return dataclasses.replace(self, views=(), dim_now=None)
 
     @property
     def cut_dim(self) -> int | None:
@@ -114,10 +95,8 @@ class _Rows:
 class _Program:
     """A program some of whose values are rows of bytes.
 
-    Attributes:
-      quantized: those values.
-      token: what has been computed latest, which dequantizing waits for: the compiler would else dequantize
-        long before the use, or before a loop for all of its iterations.
+    Dequantizing waits for `token`, what was computed latest: the compiler would else dequantize long before
+    the use, or before a loop for all of its iterations.
     """
 
     def __init__(
@@ -144,7 +123,8 @@ class _Program:
         if not _jaxpr.is_literal(atom) and atom in self.quantized and atom not in self.writer.names:
             each, outer = self.quantized[atom], self.writer.source
             self.writer.source = _jaxpr.within_scope(outer, _waits.QUANTIZED)
-            x = self._dequantized(dataclasses.replace(each, form=each.form.without_views()))
+            plain = dataclasses.replace(each.form, views=(), dim_now=None)
+            x = self._dequantized(dataclasses.replace(each, form=plain))
             for view in each.form.views:
                 x = self._viewed(x, view)
             self.writer.names[atom], self.writer.source = x, outer
@@ -357,7 +337,7 @@ _VIEWS = frozenset({_CAST, "transpose", "squeeze", "slice", "split"})
 
 
 def _cut_dims(eqn: Eqn, dim: int | None) -> Sequence[int | None] | None:
-    """Of each result the dim that the parts cut; None if the view cannot wait until rows are dequantized."""
+    """The dim of each result that the parts cut; None if the view cannot wait until rows are dequantized."""
     out = eqn.outvars[0].aval
     if eqn.primitive.name == _CAST and (
         out.weak_type or not jnp.issubdtype(out.dtype, jnp.floating)

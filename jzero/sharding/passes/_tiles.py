@@ -83,21 +83,13 @@ class _TiledEquation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Cone:
-    """What is made tile by tile.
+    """What is made tile by tile."""
 
-    Attributes:
-      links: equations in their order.
-      terms: of what these make, what is added up to a tile.
-      tiles: how it is cut, or each of the parts that XLA makes of it.
-      num_parts: how many parts XLA makes of that dim.
-      pads: of a slice's gradient, what then makes one of the stack.
-    """
-
-    links: tuple[_TiledEquation, ...]
-    terms: tuple[Atom, ...]
-    tiles: Tiles
-    num_parts: int = 1
-    pads: tuple[Eqn, ...] = ()
+    links: tuple[_TiledEquation, ...]  # equations in their order
+    terms: tuple[Atom, ...]  # results of these; their sum is a tile
+    tiles: Tiles  # of the value, or of each part that XLA makes of it
+    num_parts: int = 1  # that XLA makes of that dim
+    pads: tuple[Eqn, ...] = ()  # of a slice's gradient, what then makes one of the stack
 
     @property
     def eqn(self) -> Eqn:
@@ -125,31 +117,24 @@ class _Cone:
 
 
 class _TiledSum(NamedTuple):
-    """What devices sum up.
+    """What devices sum up."""
 
-    Attributes:
-      reduces: the sums, one axis after the other.
-      cones: terms that are made tile by tile.
-      slices: of other terms, the gradients of slices, and what then makes those of stacks.
-      whole: all others.
-    """
-
-    reduces: tuple[Eqn, ...]
-    cones: tuple[_Cone, ...]
+    reduces: tuple[Eqn, ...]  # the sums, one axis after the other
+    cones: tuple[_Cone, ...]  # terms that are made tile by tile
+    # Other terms that are gradients of slices, and what then makes those of stacks.
     slices: tuple[tuple[Atom, tuple[Eqn, ...]], ...]
-    whole: tuple[Atom, ...]
+    whole: tuple[Atom, ...]  # all other terms
 
 
 class _TilePlan:
-    """What is tiled of the equations of one program.
+    """What is tiled of the equations of one program, by the ids of equations.
 
     Attributes:
-      places: of its equations, by index.
-      products: by equation, a product with a gathered matrix.
-      begins: by the equation in whose place their loop stands, terms of sums in tiles.
+      products: products with a gathered matrix.
+      begins: terms of sums in tiles, by the equation in whose place their loop comes.
       ends: sums, by the last equation that reduces them.
       gone: equations of which nothing is left.
-      shards: of terms in tiles, what was written for their sum.
+      shards: what was written for the sum of terms in tiles.
     """
 
     def __init__(
@@ -279,17 +264,17 @@ class _TilePlan:
     def _slice(self, term: Atom, dims: Sequence[int]) -> tuple[Atom, tuple[Eqn, ...]]:
         """The gradient of a slice of a stack, and the pads around it; the term and nothing for others."""
         pads = list[Eqn]()
-        while (eqn := self._maker(term)) is not None and self._puts_zeros(eqn, dims):
+        while (eqn := self._maker(term)) is not None and eqn.primitive.name == "pad":
+            others = not any(any(eqn.params["padding_config"][dim]) for dim in dims)
+            if (
+                not others
+                or not self._is_zero(eqn.invars[1])
+                or not only_reader(self.region, eqn.outvars[0])
+            ):
+                break
             pads.insert(0, eqn)
             term = eqn.invars[0]
         return term, tuple(pads)
-
-    def _puts_zeros(self, eqn: Eqn, dims: Sequence[int]) -> bool:
-        """Whether it pads a value with zeros along other dims, for one reader."""
-        if eqn.primitive.name != "pad" or only_reader(self.region, eqn.outvars[0]) is None:
-            return False
-        config = eqn.params["padding_config"]
-        return self._is_zero(eqn.invars[1]) and all(not any(config[dim]) for dim in dims)
 
     def _is_zero(self, atom: Atom) -> bool:
         if _jaxpr.is_literal(atom):
@@ -317,13 +302,12 @@ class _TilePlan:
             groups[-1].append(term)
             products = [link.eqn for link in made[term] if _is_product(link.eqn)]
             waits += _waits.nbytes(x for eqn in products for x in eqn.invars)
-        return [self._cone(group, made, tiles, parts.get(tiles.dim, 1)) for group in groups]
-
-    def _cone(
-        self, terms: list[Atom], made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles, num_parts: int
-    ) -> _Cone:  # fmt: skip
-        links = {self.places[id(link.eqn)]: link for term in terms for link in made[term]}
-        return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles, num_parts)
+        cones = list[_Cone]()
+        for group in groups:
+            by_place = {self.places[id(link.eqn)]: link for term in group for link in made[term]}
+            ordered = tuple(by_place[i] for i in sorted(by_place))
+            cones.append(_Cone(ordered, tuple(group), tiles, parts.get(tiles.dim, 1)))
+        return cones
 
     def _widest(self, atom: Atom) -> int:
         """The largest itemsize of a value and the values it is cast from."""
@@ -383,8 +367,7 @@ def _adds(eqn: Eqn) -> bool:
 
 def _passes(eqn: Eqn) -> bool:
     """Whether all elements of its first operand stay as they are, but for casts and padding."""
-    spread = eqn.primitive.name == "broadcast_in_dim"
-    if spread:
+    if eqn.primitive.name == "broadcast_in_dim":
         return bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
     return _rules.costs(eqn, *_origins.VIEWS) or eqn.primitive.name == "pad"
 
@@ -415,7 +398,7 @@ def _through(
 
 # -- loops ---------------------------------------------------------------------------------------------
 def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
-    """A product in tiles: results are concatenated, or added if the product contracts the dim."""
+    """Tiles of the result are concatenated, or added if the product contracts the dim."""
     (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
     dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
 
@@ -483,7 +466,6 @@ def _reduced(
 
 
 def _padded(writer: JaxprWriter, x: Atom, pads: Sequence[Eqn]) -> Atom:
-    """Pads a shard of a slice's gradient to one of its stack."""
     for eqn in pads:
         (x,) = writer.add(eqn.primitive, [x, writer.read(eqn.invars[1])], None, eqn, **eqn.params)
     return x

@@ -111,12 +111,6 @@ def is_gather(eqn: Eqn) -> bool:
     return eqn.primitive.name in _frames.GATHERS
 
 
-def gathers_leaf(eqn: Eqn) -> bool:
-    """Whether it gathers a leaf, or a value derived from one."""
-    named = (scope.startswith("jzero.gather[") for scope in _jaxpr.scopes(eqn))
-    return is_gather(eqn) and any(named)
-
-
 def is_reduction(eqn: Eqn) -> bool:
     """Whether it is a reduce-scatter."""
     return eqn.primitive.name == "reduce_scatter"

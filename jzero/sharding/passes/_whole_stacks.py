@@ -68,7 +68,7 @@ def _loop(eqn: Eqn, nbytes: int) -> list[Eqn]:
 
 
 def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
-    """The loop, in which no stack is a copy of a reduction's result: [Note: slices that are only copied]."""
+    """The loop, in which no stack is a copy of a reduction's result, [Note: slices that are only copied]."""
     known = next((port.before for port in _waits.carried(scan)), None)
     writer, ys = JaxprWriter(_jaxpr.within_scope(scan.eqn, SCOPE)), list[StackPort]()
     for port in scan.ys:
@@ -87,13 +87,15 @@ def _last(
 ) -> list[Eqn]:
     """The last equations that make a slice and can be done to the stack, the very last one first.
 
-    Of what they reduce, a slice has `most` bytes at most.
+    A slice has at most `most` bytes that they reduce.
     """
     atom: Atom = port.row
     chain, best, least = list[Eqn](), 0, _waits.nbytes([atom])
     while _is_read(port) and not _jaxpr.is_literal(atom):
         eqn = makers.get(atom)
-        if eqn is None or num_readers[atom] != 1 or not _is_of_slices(eqn):
+        if eqn is None or num_readers[atom] != 1 or len(eqn.invars) != 1:
+            break
+        if eqn.primitive.name != "convert_element_type" and not _is_sum(eqn):
             break
         chain.append(eqn)
         (atom,) = eqn.invars
@@ -107,10 +109,6 @@ def _last(
 
 def _is_read(port: StackPort) -> bool:
     return not _jaxpr.is_dropped(port.stack)
-
-
-def _is_of_slices(eqn: Eqn) -> bool:
-    return len(eqn.invars) == 1 and (eqn.primitive.name == "convert_element_type" or _is_sum(eqn))
 
 
 def _is_sum(eqn: Eqn) -> bool:
