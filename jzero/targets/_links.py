@@ -28,12 +28,11 @@ def level_of(group: Collection[int], target: Target, topology: Topology) -> int:
 
 
 def level_along(axes: Mapping[str, int], name: str, target: Target, topology: Topology) -> int:
-    """The link domain in which neighbours along a mesh axis reach each other."""
     return level_of(members(axes, (name,)), target, topology)
 
 
 def with_links(target: Target, bandwidths: Mapping[int, float]) -> Target:
-    """The target with other bandwidths of some of its link domains, by their place."""
+    """The target with other bandwidths of some of its link domains, by index."""
     domains = [
         dataclasses.replace(domain, bandwidth=bandwidths.get(i, domain.bandwidth))
         for i, domain in enumerate(target.domains)
@@ -48,11 +47,11 @@ _LL128_SHARE = 0.92
 class _Ring(NamedTuple):
     """A group's part in one link domain."""
 
-    links: LinkDomain  # of that domain
+    links: LinkDomain
     parts: int  # how many domains of the one inside it are joined to a ring
     sharing: int  # devices in each of these, which all send to the next part at once
     messages: int  # how often a ring through all devices of the group crosses such links
-    # the most devices of the group that one of them reaches by these links and by none nearer
+    # The most devices of the group that one of them reaches by these links and by none nearer.
     reached: int
 
 
@@ -69,8 +68,6 @@ def _rings(group: Collection[int], target: Target, topology: Topology) -> list[_
 
 
 class CollectiveTime(NamedTuple):
-    """What a collective takes with nothing else on the wire."""
-
     latency: float  # seconds in which messages wait, and other collectives may use the links
     wire: float  # seconds in which its bytes move
 
@@ -82,13 +79,14 @@ class CollectiveTime(NamedTuple):
 def collective_time(
     op: str, group: Collection[int], nbytes: int, target: Target, topology: Topology
 ) -> CollectiveTime:
-    """What a collective of a whole value of `nbytes` takes; of a permutation, between one pair of devices.
+    """What a collective of a global value of `nbytes` takes, with nothing else on the links.
 
     One ring in each link domain, over the domains inside it and with the links of all their devices, all of
     these rings at once. Beside bytes, the messages of a ring through all devices of the group take latencies,
     one after the other, as NCCL counts its ring's. Like NCCL it takes the faster of two protocols.
 
-    What an all-to-all sends to each device is for that one alone: it goes by the sender's own links.
+    What an all-to-all sends to each device is for that one alone: it goes by the sender's own links. A
+    permutation is between one pair of devices.
     """
     if op == "collective-permute":
         links = target.domains[level_of(group, target, topology)]
@@ -119,7 +117,7 @@ def collective_time(
 class AxisTimes(NamedTuple):
     """What a collective along one mesh axis takes, in femtoseconds.
 
-    Whole numbers: sums of them are exact, so that every process finds the same ones equal.
+    Sums of integers are exact, so that every process finds the same ones equal.
     """
 
     latency: int  # of one, whatever it moves
@@ -138,7 +136,7 @@ class AxisTimes(NamedTuple):
 def axis_times(
     axes: Mapping[str, int], target: Target, topology: Topology
 ) -> tuple[tuple[str, AxisTimes], ...]:
-    """For each mesh axis of several devices what collectives along it take."""
+    """What collectives along each mesh axis of several devices take."""
     found = []
     for axis, n in axes.items():
         if n > 1:

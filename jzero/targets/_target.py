@@ -22,17 +22,11 @@ TARGETS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many hosts with so many devices each.
-
-    Attributes:
-      hosts: how many.
-      per_host: devices of one.
-      chips: of TPUs, those of a slice in each dim, '4x4'; of GPUs ''.
-    """
+    """So many hosts with so many devices each."""
 
     hosts: int
-    per_host: int
-    chips: str = ""
+    per_host: int  # devices
+    chips: str = ""  # of TPUs, those of a slice in each dim, '4x4'; '' for GPUs
 
     @property
     def num_devices(self) -> int:
@@ -41,24 +35,17 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class LinkDomain:
-    """Devices that reach each other by links of one kind.
-
-    Attributes:
-      name: of the links.
-      devices: how many reach each other: 'host' for those of one host, 'any' for all there are.
-      bandwidth: bytes per second and direction of each device.
-      latency: seconds that one message takes.
-      ll128_latency: the same by NCCL's protocol LL128, where it has that: less, with less of the bandwidth.
-    """
+    """Devices that reach each other by links of one kind."""
 
     name: str
+    # How many reach each other: 'host' for those of one host, 'any' for all there are.
     devices: int | str
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes per second and direction of each device
+    latency: float  # seconds that one message takes
+    # By NCCL's protocol LL128, where it has that: less, with less of the bandwidth.
     ll128_latency: float | None = None
 
     def num_devices(self, topology: Topology) -> int:
-        """How many they are, of consecutive devices."""
         if isinstance(self.devices, int):
             return self.devices
         return topology.per_host if self.devices == "host" else topology.num_devices
@@ -84,30 +71,18 @@ class Target:
     """One kind of device; the files in `jzero/targets` name their sources.
 
     What no source says is infinite: it takes no time.
-
-    Attributes:
-      name: as its driver names it.
-      memory_bytes: of one device.
-      memory_bandwidth: bytes per second.
-      bf16_flops: dense bfloat16 operations per second.
-      f32_flops: float32 operations per second, without tensor cores.
-      domains: of links, innermost first; the outermost has all devices.
-      host: the device's share of its host.
-      disk: its share of the host's disks.
-      platform: 'cuda', 'rocm' or 'tpu'.
-      xla: XLA's description of a GPU, or its name of a TPU; empty if it is not to be had.
     """
 
-    name: str
-    memory_bytes: int
-    memory_bandwidth: float
-    bf16_flops: float
-    f32_flops: float
-    domains: tuple[LinkDomain, ...]
+    name: str  # as its driver names it
+    memory_bytes: int  # of one device
+    memory_bandwidth: float  # bytes per second
+    bf16_flops: float  # dense bfloat16 operations per second
+    f32_flops: float  # float32 operations per second, without tensor cores
+    domains: tuple[LinkDomain, ...]  # innermost first; the outermost has all devices
     host: HostLinks
     disk: Disk
-    platform: str
-    xla: str
+    platform: str  # 'cuda', 'rocm' or 'tpu'
+    xla: str  # XLA's description of a GPU, or its name of a TPU; empty if there is none
 
 
 def find_target(who: str, name: str) -> Target:
@@ -135,7 +110,7 @@ def target_of(devices: Sequence[jax.Device]) -> Target:
 
 
 def topology_of(devices: Sequence[jax.Device]) -> Topology:
-    """Hosts and devices of each: those of a process; of a process for each device, 8 to a host."""
+    """The hosts of a process's devices; of a process for each device, 8 to a host."""
     num, processes = len(devices), len({device.process_index for device in devices})
     per_host = num // processes if processes < num else min(_PER_HOST, num)
     return Topology(-(-num // per_host), per_host)

@@ -24,20 +24,15 @@ AutoSpecs = Sequence[tuple[str, P]]  # patterns and specs, in the order in which
 
 
 class AutoPlace(NamedTuple):
-    """How one leaf is stored over the Auto axes; and, if its spec says more, why it cannot be."""
-
     automatic: Automatic = ()
-    uncut: str = ""
+    uncut: str = ""  # why it is not stored as its spec says
 
 
 def places(
     who: str, auto_specs: AutoSpecs, paths: Sequence[str], shapes: Sequence[Sequence[int]],
     sizes: Mapping[str, int], data_axes: Sequence[str],
 ) -> list[AutoPlace]:  # fmt: skip
-    """How each leaf is stored over the Auto axes.
-
-    `sizes`: names and sizes of the mesh's axes that are no data axes.
-    `data_axes`: names of the data axes.
+    """How each leaf is stored over the Auto axes, whose names and sizes are `sizes`.
 
     Raises:
       OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
@@ -103,7 +98,6 @@ def _parts(entry: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _fits(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    """Whether the axes divide all dims that the spec shards."""
     return len(spec) <= len(shape) and not any(
         size % _parts(entry, sizes) for entry, size in zip(spec, shape, strict=False)
     )

@@ -36,7 +36,7 @@ Shared = MutableMapping[Any, Any]
 def waits(plan: StepPlan) -> tuple[Wait, ...]:
     """Activations that are offloaded, where one program has both passes.
 
-    Programs of parts of them send and fetch what waits.
+    Where passes are several programs, these send and fetch them.
     """
     if plan.in_parts:
         return ()
@@ -55,10 +55,8 @@ def waits(plan: StepPlan) -> tuple[Wait, ...]:
 class StepProgram(Protocol):
     """A way to run a planned step. It decides nothing: it obeys the plan.
 
-    Values are whole arrays: those of the state as they are stored, padded.
-
-    Attributes:
-      found: what the partitioner made of it (`Partitioned`); with offload, the program of the gradients.
+    Values are global arrays: those of the state as they are stored, padded. `found` is what the partitioner
+    made of it (`Partitioned`); with offload, the program of the gradients.
     """
 
     @property
@@ -79,9 +77,9 @@ class StepProgram(Protocol):
         ...
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """What a step starts on the devices, in order: a jaxpr of programs and of copies, of whole arrays.
+        """What a step starts on the devices, in order: a jaxpr of programs and of copies, of global arrays.
 
-        Of a step on an abstract mesh, which never runs: a trace may leave what it made in its caches.
+        The step is on an abstract mesh, and never runs: a trace may leave what it made in its caches.
         """
         ...
 
@@ -95,14 +93,11 @@ class StepProgram(Protocol):
 
 
 class Window(NamedTuple):
-    """How much of the streamed parameters is on the devices, or on its way to them, at a time.
+    """How much of the streamed parameters is on the devices, or on its way to them, at a time."""
 
-    Attributes:
-      device_bytes: the most bytes on each device, gathered ones included; 0 if all are stored on the devices.
-      host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
-    """
-
+    # The most bytes on each device, gathered ones included; 0 if all are stored on the devices.
     device_bytes: int = 0
+    # The most bytes from files in this process's memory; 0 if nothing comes from files.
     host_bytes: int = 0
 
     @property
@@ -112,15 +107,10 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backend(abc.ABC):
-    """What obeys the policies of a step. It answers for them, and nobody asks which one it is.
-
-    Attributes:
-      memory: the policies.
-      tier: the memory in which offloaded optimizer state is stored.
-    """
+    """What obeys the policies of a step, `memory`. It answers for them: nobody asks which one it is."""
 
     memory: Memory = Memory()
-    tier: ClassVar[str] = DEVICE
+    tier: ClassVar[str] = DEVICE  # where offloaded optimizer state is stored
 
     def __str__(self) -> str:
         if not self.streams:
@@ -191,13 +181,9 @@ class Backend(abc.ABC):
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> Any:  # fmt: skip
-        """The files of a state (`StoreSpec`); None if it is stored in memory, or they are not known yet.
+        """The files of `leaves` (`StoreSpec`); None if they are in memory, or not known yet.
 
-        Args:
-          step: what runs on it; None if that is not known.
-          leaves: those that go into files.
-          shardings: where they rest, for JAX.
-          shard_axes: the mesh axes over which shards differ.
+        step: what runs on it, if that is known; shard_axes: the mesh axes over which shards differ.
         """
         return None
 
@@ -207,8 +193,7 @@ class Backend(abc.ABC):
     ) -> tuple[Leaves, OptimizerProgram]:
         """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
 
-        `leaves`: as they would be stored on the devices.
-        `mesh`: on which it runs; it may be abstract.
+        `leaves` are as they would be stored on the devices; `mesh` may be abstract.
 
         Raises:
           OptionError: the policies cannot be obeyed.
@@ -229,8 +214,4 @@ class Backend(abc.ABC):
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
-        """What runs the plan on a mesh.
-
-        `mesh`: on which it runs; it may be abstract.
-        `shardings`: those of the state's stored leaves.
-        """
+        """Runs the plan on a mesh, which may be abstract; `shardings` are of the state's stored leaves."""

@@ -22,23 +22,16 @@ WHO = _call.WHO
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """What a program is built for, besides the shapes of a call.
+    """What a program is built for, besides the shapes of a call."""
 
-    Attributes:
-      options: what the user chose.
-      mesh: the mesh, concrete or abstract.
-      axis_names: the data axes; the mesh may have others.
-      axis_name: the name by which the step itself calls all of them together, if it does.
-      tracing: what JAX's own configuration says of traces, 64-bit types and the precision of products.
-      evaluates: the step reads its state, and returns none.
-    """
-
-    options: Options
-    mesh: Any
-    axis_names: tuple[str, ...]
+    options: Options  # what the user chose
+    mesh: Any  # concrete or abstract
+    axis_names: tuple[str, ...]  # the data axes; the mesh may have others
+    # The name by which the step itself calls all of them together, if it does.
     axis_name: str | None
+    # JAX's own configuration of traces, 64-bit types and the precision of products; compared only.
     tracing: tuple[Hashable, ...] = ()
-    evaluates: bool = False
+    evaluates: bool = False  # the step reads its state, and returns none
 
     @property
     def axes(self) -> dict[str, int]:
@@ -52,7 +45,6 @@ class StepConfig:
 
     @property
     def stage_axes(self) -> StageAxes:
-        """The axes over which each role is stored."""
         return self.options.stage_axes(self.axes)
 
     @property
@@ -70,7 +62,7 @@ class StepConfig:
 
 
 def config_of(options: Options, mesh: Any, evaluates: bool = False) -> StepConfig:
-    """The config of a step on this mesh, or on whatever is current if it is None.
+    """The config of a step on this mesh, or on the current one if it is None.
 
     Raises:
       MeshError: its axes and their names do not fit.
@@ -101,7 +93,6 @@ def config_of(options: Options, mesh: Any, evaluates: bool = False) -> StepConfi
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuses what is no mesh."""
     if mesh is not None and not hasattr(mesh, "axis_names"):
         raise MeshError(message(
             WHO, f"mesh is {a_type(mesh)}", "It must be a jax.sharding.Mesh.",
@@ -109,9 +100,9 @@ def check_mesh(mesh: Any) -> None:
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
-    """A step's mesh of Auto axes, `jax.set_mesh`'s, and JAX's configuration: what its config is made of.
+    """A step's mesh with Auto axes, `jax.set_mesh`'s, and JAX's configuration.
 
-    Without one of its own it is `jax.set_mesh`'s, else one axis over all devices.
+    Without a mesh of its own it is `jax.set_mesh`'s, else one axis over all devices.
     """
     abstract, tracing = jax.sharding.get_abstract_mesh(), _jaxpr.trace_settings()
     if mesh is None and abstract.empty:

@@ -46,21 +46,13 @@ TOGETHER = "one branch, loop or product updates them together"
 
 @dataclasses.dataclass(frozen=True)
 class DistributedUpdate:
-    """A distributed update, or why every device gathers the matrices and repeats it.
+    """A distributed update, or why every device gathers the matrices and repeats it."""
 
-    Attributes:
-      leaves: the parameters, by their paths.
-      matrix: dtype and shape of one matrix.
-      num: of matrices.
-      each: how many of them a device updates.
-      why: why every device updates all of them; '' if the update is distributed.
-    """
-
-    leaves: tuple[str, ...]
-    matrix: str
-    num: int
-    each: int
-    why: str = ""
+    leaves: tuple[str, ...]  # paths of the parameters
+    matrix: str  # dtype and shape of one matrix
+    num: int  # of matrices
+    each: int  # how many of them a device updates
+    why: str = ""  # why every device updates all of them; '' if the update is distributed
 
     def __str__(self) -> str:
         why = f": {self.why}" if self.why else ""
@@ -75,17 +67,9 @@ class UpdateCall(NamedTuple):
 
 
 class DistributedStep(NamedTuple):
-    """A step whose updates are distributed.
-
-    Attributes:
-      frame: the step, in which each bucket or batch is one call.
-      distributed: the distributed form of each such call.
-      owned: the report.
-    """
-
-    frame: Frame
-    distributed: UpdatesByCall
-    owned: tuple[DistributedUpdate, ...]
+    frame: Frame  # the step; each bucket or batch is one call in it
+    distributed: UpdatesByCall  # the distributed form of each such call
+    owned: tuple[DistributedUpdate, ...]  # the report
 
 
 def distribute_updates(
@@ -185,11 +169,8 @@ def _gathered(subgraphs: Sequence[UpdateSubgraph], why: str) -> list[Distributed
             found += _each(pairs, TOGETHER if why == ALONE else why)
         else:
             largest = _update_subgraphs.largest_read(subgraph).aval
-            found.append(
-                DistributedUpdate(
-                    _distinct(subgraph.leaves), _matrix(largest.shape, largest), 1, 1, why
-                )
-            )
+            leaves, matrix = _distinct(subgraph.leaves), _matrix(largest.shape, largest)
+            found.append(DistributedUpdate(leaves, matrix, 1, 1, why))
     return list(_together(found))
 
 
@@ -217,14 +198,10 @@ def _distinct(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _bucket(frame: Frame, subgraphs: Sequence[UpdateSubgraph]) -> list[UpdateCall]:
-
     reads = (subgraph.reads for subgraph in subgraphs)
     shared = tuple(len(set(slot)) == 1 for slot in zip(*reads, strict=True))
-    return [
-        UpdateCall(
-            [*subgraphs], MatrixBucket(tuple(subgraphs), shared, _update(frame, subgraphs[0]))
-        )
-    ]
+    bucket = MatrixBucket(tuple(subgraphs), shared, _update(frame, subgraphs[0]))
+    return [UpdateCall([*subgraphs], bucket)]
 
 
 def _batch(
@@ -247,12 +224,10 @@ def _batch(
 def _on_slices(flat: _rewrite.Flat, dims: Sequence[int | None], num: int) -> DeviceProgram:
     """One device's program of an update whose operands are sharded along their batch dim."""
     layouts = [replicated(x.aval.shape, {_SLICES: num}) for x in flat.invars]
-    ins = [
-        DeviceInput(layout)
-        if dim is None
-        else DeviceInput(layout.cut(dim, _SLICES), frozenset([_SLICES]))
-        for layout, dim in zip(layouts, dims, strict=True)
-    ]
+    ins = [*map(DeviceInput, layouts)]
+    for k, dim in enumerate(dims):
+        if dim is not None:
+            ins[k] = DeviceInput(layouts[k].cut(dim, _SLICES), frozenset([_SLICES]))
     outs = [None] * len(flat.outvars)
     return partition(flat, [], {_SLICES: num}, ins, outs, keeps_padding=True)
 

@@ -26,25 +26,15 @@ _SHOWN = 3  # lines of the user's that a warning names
 
 
 class Extra(NamedTuple):
-    """Work that is done more than once, by its cause.
+    """Work that is done more than once, by its cause."""
 
-    Attributes:
-      cause: tells it from others of the same step, whatever the sizes.
-      what: the arguments, or the lines.
-      why: what the devices do.
-      rule: what they do in general.
-      fix: what to do about it.
-      share: of all that the devices compute in a step.
-      flops: of each device, in a step.
-    """
-
-    cause: str
-    what: str
-    why: str
-    rule: str
-    fix: str
-    share: float
-    flops: float
+    cause: str  # tells it from others of the same step, whatever the sizes
+    what: str  # the arguments, or the lines
+    why: str  # what the devices do
+    rule: str  # what they do in general
+    fix: str  # what to do about it
+    share: float  # of all that the devices compute in a step
+    flops: float  # of each device, in a step
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}. {self.fix}"
@@ -74,25 +64,16 @@ def at_once_warning(name: str, num: int, made: Sequence[SavedValue]) -> str:
 
 
 class RowsOf(NamedTuple):
-    """Of an argument beside the state, its rows.
+    """The rows of an argument beside the state."""
 
-    Attributes:
-      leaf: `batch['x'] float32[16,8]`.
-      size: how many.
-      parts: into how many parts they are split, by devices and microbatches.
-      axes: the data axes that split them.
-      spec: how the argument is split, along other dims too.
-    """
-
-    leaf: str
-    size: int
-    parts: int
-    axes: tuple[str, ...]
-    spec: str = ""
+    leaf: str  # `batch['x'] float32[16,8]`
+    size: int  # how many
+    parts: int  # into how many parts they are split, by devices and microbatches
+    axes: tuple[str, ...]  # the data axes that split them
+    spec: str = ""  # how the argument is sharded, along other dims too
 
     @property
     def num_dims(self) -> int:
-        """Of the argument."""
         return self.leaf.rpartition("[")[2].count(",") + 1
 
     @property

@@ -25,31 +25,20 @@ from jzero.tracing import _call, _jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """The layout of one value between programs.
+    """The layout of one value between programs."""
 
-    Attributes:
-      path: the leaf that it is, or is a gradient of; '' if there is none.
-      shape: its whole shape.
-      dtype: its dtype.
-      layout: replicated, or the dim and axes over which it is sharded.
-      padded_shape: the whole shape with what is added to the sharded dim.
-      spec: `layout` as a PartitionSpec over data axes.
-      codes: how a quantized leaf is stored; the other attributes are then those of its codes.
-      automatic: for each dim, the mesh's Auto axes over which XLA shards it.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # of the leaf that it is, or is a gradient of; '' if there is none
+    shape: tuple[int, ...]  # global
     dtype: jax.typing.DTypeLike
     layout: StoredLayout
-    padded_shape: tuple[int, ...]
-    spec: P
+    padded_shape: tuple[int, ...]  # `shape`, with padding of the sharded dim
+    spec: P  # `layout` as a PartitionSpec over data axes
+    # How a quantized leaf is stored; the other fields are then those of its codes.
     codes: QuantizedForm | None = None
-    automatic: Automatic = ()
+    automatic: Automatic = ()  # for each dim, the mesh's Auto axes over which XLA shards it
 
     @property
     def dim(self) -> int | None:
-        """The dim along which it is sharded; None if it is replicated."""
         return self.layout.dim if isinstance(self.layout, Shard) else None
 
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -60,15 +49,12 @@ class ValuePlan:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramInterface:
-    """Every value that a program of a step takes from the caller or from another program.
+    """Every value that a program of a step takes from the caller or from another program."""
 
-    Attributes:
-      stored: the step's inputs: leaves of the state as they are stored, and arguments.
-      passed: values that one program passes to another, sharded like gradients; and leaves of the state, as
-        they are when they move to the host or are updated in slices.
-    """
-
+    # The step's inputs: leaves of the state as they are stored, and arguments.
     stored: Mapping[_jaxpr.Var, ValuePlan]
+    # Values that one program passes to another, sharded like gradients; and leaves of the state as they are
+    # when they move to the host or are updated in slices.
     passed: Mapping[_jaxpr.Var, ValuePlan]
 
     @property
@@ -83,7 +69,6 @@ class ProgramInterface:
         return self.passed[var] if var in self.passed else self.stored[var]
 
     def rows(self, names: Mapping[_jaxpr.Var, str]) -> Iterator[str]:
-        """Lines: each value by its variable's name."""
         for what, values in (("stored", self.stored), ("passed", self.passed)):
             for var, plan in values.items():
                 value = f"{plan.path} {plan.dtype}{list(plan.shape)}"
@@ -102,7 +87,7 @@ def interface_of(
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     stored = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
-        shape = _whole_shape(var.aval.shape, spec, batch_axes)
+        shape = _global_shape(var.aval.shape, spec, batch_axes)
         stored[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
     if not update.subgraphs:
         return ProgramInterface(stored, {})
@@ -113,10 +98,7 @@ def interface_of(
         var: _like_gradient(frame, links, stage_axes, var, var if var in read else new, leaf.path)
         for var, new, leaf in zip(invars, outvars, leaves, strict=False)
     }
-    between = [
-        *update.transferred,
-        *(var for subgraph in update.subgraphs for var in subgraph.gives),
-    ]
+    between = [*update.transferred, *(var for each in update.subgraphs for var in each.gives)]
     for var in dict.fromkeys(between):
         passed[var] = _like_gradient(frame, links, stage_axes, var, var, links.leaf_of(frame, var))
     automatic = _automatic(frame, leaves, update)
@@ -141,7 +123,7 @@ def _automatic(
     return {var: each.pop() for var, each in found.items() if len(each) == 1}
 
 
-def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
+def _global_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
     """The global shape of an argument, of which a microbatch of one device has `local`."""
     parts = [math.prod(batch_axes[axis] for axis in _call.spec_axes(entry)) for entry in spec]
     return (*map(operator.mul, local, parts), *local[len(parts) :])

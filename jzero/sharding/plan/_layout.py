@@ -14,8 +14,6 @@ from jzero.tracing import _call
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """Replicated."""
-
     def __str__(self) -> str:
         return "replicated"
 
@@ -39,7 +37,6 @@ Automatic = tuple[tuple[str, ...], ...]
 
 
 def cuts_of(automatic: Automatic, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """For each dim, the number of parts."""
     return tuple(math.prod(sizes[axis] for axis in axes) for axes in automatic)
 
 
@@ -58,7 +55,6 @@ REPLICATED = Replicated()
 
 
 def partition_spec(layout: StoredLayout, automatic: Automatic = ()) -> P:
-    """The layout as a PartitionSpec."""
     entries = [*(layout.axes if isinstance(layout, Grid) else automatic)]
     if isinstance(layout, Shard):
         entries += [()] * (layout.dim + 1 - len(entries))
@@ -90,10 +86,9 @@ def padded_size(size: int, num_shards: int) -> int:
 def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = ()) -> int | None:
     """The dim to shard: a large one that divides, else the one that needs least padding, or None.
 
-    Large, because the dim of stacked layers is nearly always a small one and must not be it, and because
-    a leaf and its moments, having one shape, then agree before any step was seen. The first of those
-    that reach a quarter of the largest: what is gathered along the first dim of an array needs no
-    transposing afterwards. Nothing is to be cut of an array without elements.
+    A large one, because the dim of stacked layers is nearly always small and must not be it, and because a
+    leaf and its moments, having one shape, then agree before any step was seen. The first of those that reach
+    a quarter of the largest, because what is gathered along the first dim needs no transposing afterwards.
     """
     if 0 in shape:
         return None
@@ -109,7 +104,7 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
 
 
 def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
-    """The report's reason if `choose_dim` found no dim."""
+    """The reason for the report if `choose_dim` found no dim."""
     if not shape:
         return "a scalar"
     if 0 in shape:

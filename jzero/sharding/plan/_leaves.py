@@ -26,49 +26,32 @@ from jzero.tracing import _call
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one leaf of the state is stored.
+    """Where one leaf of the state is stored."""
 
-    Attributes:
-      path: the leaf's path in the state, `state.params['w']`.
-      shape: its global shape.
-      dtype: its dtype's name.
-      itemsize: bytes per element.
-      role: 'parameter', 'optimizer state' or 'other', from dataflow.
-      layout: replicated, or the dim and axes it is sharded over.
-      num_shards: of different shards.
-      automatic: for each dim, the Auto axes over which XLA shards it (`auto_specs`).
-      cuts: for each of these dims, the number of parts.
-      uncut: why XLA does not shard it as its spec says.
-      padding: of the stored sharded dim, if the devices do not divide it.
-      why_full: why it is replicated although the stage shards its role.
-      tier: the memory in which it is stored: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
-        or 'nvme', files.
-      coded: whether a parameter may be gathered, and its gradient reduced, quantized.
-      renewed_in_codes: whether the difference of a new parameter to the old one is sent quantized to stored
-        copies.
-      why_exact: why a parameter is sent, or stored, exactly although others are quantized.
-      codes: the form of a leaf that is stored quantized; the other fields then describe its rows of bytes.
-      gradient: of a parameter, the layout in which its gradient is reduced.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
+    path: str  # in the state, `state.params['w']`
+    shape: tuple[int, ...]  # global
+    dtype: str  # its name
     itemsize: int
-    role: str
-    layout: StoredLayout
-    num_shards: int = 1
-    why_full: str = ""
-    automatic: Automatic = ()
-    padding: int = 0
+    role: str  # from dataflow: 'parameter', 'optimizer state' or 'other'
+    layout: StoredLayout  # as it is stored
+    num_shards: int = 1  # that differ
+    why_full: str = ""  # why it is replicated although the stage shards its role
+    automatic: Automatic = ()  # for each dim, the Auto axes over which XLA shards it (`auto_specs`)
+    padding: int = 0  # of the stored sharded dim, if the devices do not divide it
+    # The memory in which it is stored: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host', or
+    # 'nvme' (files).
     tier: str = DEVICE
-    coded: bool = False
+    coded: bool = False  # a parameter may be gathered, and its gradient reduced, quantized
+    # Stored copies are sent the quantized difference of a new parameter to the old one.
     renewed_in_codes: bool = False
+    # Why it is sent, or stored, exactly although other parameters are quantized.
     why_exact: str = ""
+    # The form of a leaf that is stored quantized; the other fields then describe its rows of bytes.
     codes: QuantizedForm | None = None
-    uncut: str = ""
+    uncut: str = ""  # why XLA does not shard it as its spec says
+    # Of a parameter, the layout in which its gradient is reduced.
     gradient: StoredLayout = REPLICATED
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # for each dim of `automatic`, the number of parts
 
     @property
     def nbytes(self) -> int:
@@ -81,13 +64,12 @@ class LeafPlan:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The stored shape: the sharded dim is padded to a multiple of the devices."""
         dim = self.layout.dim if isinstance(self.layout, Shard) else None
         return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
 
     @property
     def shape_per_device(self) -> tuple[int, ...]:
-        """The shape of each device's part, padding included."""
+        """Padding included."""
         cuts = [*self.cuts, *[1] * (len(self.shape) - len(self.cuts))]
         if isinstance(self.layout, Shard):
             cuts[self.layout.dim] *= self.num_shards // math.prod(self.cuts)
@@ -95,7 +77,7 @@ class LeafPlan:
 
     @property
     def nbytes_per_device(self) -> int:
-        """Bytes stored of each device's part, padding included; in the memory that `tier` says."""
+        """Bytes stored for each device, padding included, in the memory that `tier` says."""
         return -(-math.prod(self.padded_shape) * self.itemsize // self.num_shards)
 
     def in_codes(self, blocks: Blocks) -> LeafPlan:
@@ -142,7 +124,7 @@ def offload(
     leaves: Sequence[LeafPlan], tier: str, min_bytes: int, staying: Collection[int],
     role: str = OPTIMIZER,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """The leaves of a role moved to a tier, but for scalars, those below `min_bytes`, and `staying`."""
+    """Moves the leaves of a role to a tier, except scalars, leaves below `min_bytes`, and `staying`."""
 
     def moves(index: int, leaf: LeafPlan) -> bool:
         large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
@@ -165,9 +147,9 @@ def plan_from_shapes(
 ) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that may be.
 
-    Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
-    every leaf that may turn out to be optimizer state is stored there; if parameters are stored there
-    (`streams`), sharded ones are.
+    It is the final plan at stage 3, except for leaves that only the step can tell apart. With a `tier`, every
+    leaf that may turn out to be optimizer state is stored there; sharded ones only, if parameters are too
+    (`streams`).
     """
     left_replicated = _left_replicated(stage_axes, leaves, [()] * len(leaves))
 
@@ -186,18 +168,12 @@ def plan_from_shapes(
 
 
 class StoredLeaf(NamedTuple):
-    """How a leaf of an existing state is stored.
+    """How a leaf of an existing state is stored."""
 
-    Attributes:
-      spec: the entries of its PartitionSpec, up to the last that names an axis.
-      padded_shape: the stored shape.
-      tier: 'nvme' if it is in files; else 'device', in any memory.
-      codes: the form of a quantized leaf; spec and shape are those of its rows.
-    """
-
-    spec: tuple[Any, ...]
-    padded_shape: tuple[int, ...]
-    tier: str = DEVICE
+    spec: tuple[Any, ...]  # the entries of its PartitionSpec, up to the last that names an axis
+    padded_shape: tuple[int, ...]  # as it is stored
+    tier: str = DEVICE  # 'nvme' if it is in files; else 'device', in any memory
+    # The form of a quantized leaf; spec and shape are those of its rows.
     codes: QuantizedForm | None = None
 
 
@@ -207,9 +183,8 @@ def plan_as_found(
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """Leaves that are read as they are stored; tells `links` which dims are sharded.
 
-    Leaves that are stored elsewhere, or as no stage stores them, move to the layout of `plan_from_shapes`.
-
-    `stored`: how each is stored; None if it is not on this mesh.
+    `stored` has None for a leaf that is not on this mesh. Such leaves, and those that no stage stores so,
+    move to the layout of `plan_from_shapes`.
     """
     sizes = {**automatic, **dict(stage_axes.axes)}
     plans = []
@@ -231,10 +206,8 @@ def _as_found(
     """The plan of a stored leaf, dequantized; None if no stage shards it so: one dim, data axes first."""
     data = dict(stage_axes.axes)
     if stored.codes is not None:
-        form, axes = (
-            stored.codes,
-            tuple(axis for entry in stored.spec for axis in _call.spec_axes(entry)),
-        )
+        form = stored.codes
+        axes = tuple(axis for entry in stored.spec for axis in _call.spec_axes(entry))
         layout = REPLICATED if form.dim is None else Shard(form.dim, axes)
         return LeafPlan(
             *leaf[:4], OTHER, layout, form.num_parts, padding=form.padding, tier=stored.tier
@@ -262,7 +235,7 @@ def plan_leaves(
     `tables`: leaves in which the step looks up rows, and the dims that all look-ups keep.
 
     Raises:
-      OptionError: `sharding.full` matches no parameter.
+      OptionError: `Axes(replicate=)` matches no parameter.
     """
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [*map(_role, leaves, feeds)]

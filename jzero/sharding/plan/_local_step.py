@@ -46,50 +46,33 @@ _OF_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class LocalStep:
-    """What is partitioned of a step.
-
-    Attributes:
-      traced: the step.
-      specs: how each leaf of the arguments is split.
-      outputs: layouts of what the step returns beside the state.
-      row_dims: of each leaf of the arguments, the dim along which microbatches cut it.
-      keys: arguments that are keys, and folded with the device's index, if the step is one device's.
-      whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
-      extra_work: of the flops of a step, and of what is repeated of them, what is worth a line.
-    """
+    """What is partitioned of a step."""
 
     traced: TracedStep
-    specs: tuple[P, ...]
-    outputs: tuple[StoredLayout, ...]
+    specs: tuple[P, ...]  # how each leaf of the arguments is sharded
+    outputs: tuple[StoredLayout, ...]  # layouts of what the step returns beside the state
+    # For each leaf of the arguments, the dim along which microbatches cut it.
     row_dims: tuple[int | None, ...]
+    # Arguments that are keys, and folded with the device's index if the step is one device's.
     keys: tuple[bool, ...]
+    # With rows, but replicated, as the devices do not divide them.
     whole_arguments: tuple[str, ...] = ()
+    # From the flops of a step and what is repeated of them, what is worth a line.
     extra_work: Callable[[float, Sequence[Repeated]], tuple[Extra, ...]] = lambda *_: ()
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatStep:
-    """A step as a function of leaves, `fn(*state leaves, *argument leaves)`, and their shapes.
-
-    Attributes:
-      fn: the function.
-      plain: the same, which does not ask what of its results is its state.
-      state: shapes of the state's leaves.
-      state_tree: their structure.
-      arrays: trees of shapes of the other arguments, by name.
-      array_avals: their leaves.
-      in_specs: what the user said of how arguments are split.
-      signature: how the step is called.
-    """
+    """A step as a function of leaves, `fn(*state leaves, *argument leaves)`, and their shapes."""
 
     fn: Callable[..., Any]
-    plain: Callable[..., Any]
-    state: list[Any]
-    state_tree: Any
-    arrays: dict[str, Any]
-    array_avals: list[Any]
-    in_specs: Mapping[str, Any]
-    signature: Signature
+    plain: Callable[..., Any]  # the same, without asking which of its results are its state
+    state: list[Any]  # shapes of the state's leaves
+    state_tree: Any  # their structure
+    arrays: dict[str, Any]  # trees of shapes of the other arguments, by name
+    array_avals: list[Any]  # their leaves
+    in_specs: Mapping[str, Any]  # what the user said of how arguments are sharded
+    signature: Signature  # how the step is called
 
 
 def local_step(step: FlatStep, config: StepConfig) -> LocalStep:
@@ -169,7 +152,7 @@ def _as_written(
 ) -> _jaxpr.Traced | None:
     """The trace of a function of all leaves of a step; None if it has collectives of its own.
 
-    What it says of layouts is of all axes if it runs `on_mesh`, else of those that are no data axes.
+    Its constraints are over all axes if it runs `on_mesh`, else over those that are no data axes.
     """
     avals = [*step.state, *step.array_avals]
     axes = {name: config.mesh.shape[name] for name in config.mesh.axis_names}
@@ -254,7 +237,6 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
 
 
 def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -> StepError:
-    """The error for options that need a single batch dim, with specs that shard several."""
     leaf, spec = next(
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
@@ -306,7 +288,7 @@ def of_one_device(step: FlatStep, config: StepConfig) -> LocalStep:
 
 
 def _read_whole(step: FlatStep, config: StepConfig) -> Exception | None:
-    """Reads a step by what it returns of whole arguments: of a part of its state it may fail.
+    """Reads a step by what it returns of global arguments: on a part of its state it may fail.
 
     Returns:
       What the step raises itself.

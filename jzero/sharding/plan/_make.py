@@ -49,7 +49,6 @@ def _check_sizes(leaves: Sequence[StateLeaf], config: StepConfig) -> None:
 
 
 def state_leaves(state: Any, config: StepConfig) -> list[StateLeaf]:
-    """What the plan needs to know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
     options, shapes = config.options, [leaf.shape for leaf in leaves]
@@ -78,7 +77,7 @@ def make_plan(
 ) -> tuple[StepPlan, Analysis]:  # fmt: skip
     """Decides where a step's values are stored, and what runs when.
 
-    `stored`: of an evaluation, how each leaf is stored.
+    `stored`: in an evaluation, how each leaf is stored.
 
     Raises:
       OptionError: an option that this step cannot obey.
@@ -188,7 +187,6 @@ def _distributed(
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:
-    """Whether the step returns a leaf as another value."""
     jaxpr = frame.jaxpr
     pairs = zip(jaxpr.invars[:num_leaves], jaxpr.outvars[:num_leaves], strict=True)
     return any(old is not new for old, new in pairs)
@@ -204,7 +202,7 @@ def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
 def _loop_bytes(config: StepConfig) -> int:
     """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory.
 
-    Of parameters on the hosts, half of what may be on a device: with their shards, all of it.
+    With parameters on the hosts, half of what may be on a device: with their shards, all of it.
     """
     if config.options.comm.gather is not None:
         return sys.maxsize if config.options.gather_once else 0

@@ -27,21 +27,16 @@ MIN_SHARD_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user chose; `shard_train_step` and the groups say what each means and costs.
-
-    Attributes:
-      offload: what obeys `Memory`.
-      who: the function they were given to.
-    """
+    """What the user chose; `shard_train_step` and the groups say what each means and costs."""
 
     stage: int = 3
     microbatches: Microbatches = Microbatches()
     comm: Comm = Comm()
     axes: Axes = Axes()
-    offload: Backend = dataclasses.field(kw_only=True)
+    offload: Backend = dataclasses.field(kw_only=True)  # obeys `Memory`
     donate: bool = True
     weight_dtype: Any = None
-    who: str = dataclasses.field(default=WHO, compare=False)
+    who: str = dataclasses.field(default=WHO, compare=False)  # the function they were passed to
 
     def __post_init__(self) -> None:
         if self.weight_dtype is not None:
@@ -67,14 +62,13 @@ class Options:
 
     @property
     def reduces_codes(self) -> bool:
-        """Whether gradients are sent quantized, over any axis."""
         chosen = self.comm.reduce_dtype
         return isinstance(chosen, Blocks) or (
             isinstance(chosen, tuple) and any(x for _, x in chosen)
         )
 
     def reduce_codes(self, axes: Iterable[str]) -> dict[str, Blocks | None]:
-        """Of each data axis the format in which gradients travel over it, if quantized; else no axis.
+        """For each data axis, how gradients are quantized over it, or None; empty if they are over none.
 
         Raises:
           MeshError: `reduce_dtype` names an axis that is none of them.
@@ -175,16 +169,16 @@ class Options:
         """How many bytes may be gathered ahead of their use; unlimited below stage 3."""
         if self.stage < 3:
             return sys.maxsize
-        if self.offload.streams:  # A part gathers what it fetched for itself.
+        if self.offload.streams:  # A stage gathers what it fetched for itself.
             return 0
         chosen = self.comm.prefetch_bytes
         return PREFETCH_BYTES if chosen is None else chosen
 
     @property
     def freed_first(self) -> int:
-        """The most bytes of a matrix that may be there beside its whole gradient: what gathers may be ahead.
+        """The most bytes of a matrix beside its whole gradient: as many as gathers may be ahead.
 
-        A part of a streamed step has its own few matrices.
+        A stage of a streamed step has few matrices.
         """
         if self.keep_gathered or self.offload.streams:
             return sys.maxsize
@@ -197,7 +191,7 @@ class Options:
 
 _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
 _ACTIVATIONS = "Use Memory(activations=jzero.PinnedHost()), or drop it."
-# What must not be, what is then found, the rule, and what to do; the first that holds is said.
+# What must not be, what is found then, the rule, and what to do; the first that holds is raised.
 _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
     (lambda o: o.stage < 2 and o.microbatches.reduce == "each",
      "stage={o.stage} and Microbatches(reduce='each')", _REDUCED, "Drop reduce, or use stage=2."),

@@ -41,7 +41,6 @@ def output_layouts(
     traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
     axis_names: tuple[str, ...],
 ) -> list[StoredLayout]:  # fmt: skip
-    """Layouts of the outputs beside the state: the same on all devices, or one entry per example."""
     layouts: list[StoredLayout] = []
     pairs = []
     paths = output_paths(traced.out_tree, num_state)
@@ -103,7 +102,6 @@ def check_reduced(
 
 
 def _is_key_of_device(aval: Any) -> bool:
-    """Whether it is a key, or one device's key of an array of them."""
     shape = aval.shape[1:] if aval.shape[:1] == (1,) else aval.shape
     return _call.is_single_key(aval.dtype, shape)
 

@@ -29,48 +29,34 @@ from jzero.tracing import _jaxpr
 
 
 class Analysis(NamedTuple):
-    """What is known of a step's jaxpr: the plan says what to do about it.
+    """What is known of a step's jaxpr: the plan says what to do about it."""
 
-    Attributes:
-      frame: the step's root frame.
-      distributed: the distributed updates of its jaxpr, by call.
-      whole: the step of the whole batch; None of one with collectives of its own.
-    """
-
-    frame: Frame
-    distributed: UpdatesByCall
-    whole: WholeBatch | None
+    frame: Frame  # the step's root frame
+    distributed: UpdatesByCall  # the distributed updates of its jaxpr, by call
+    whole: WholeBatch | None  # the step of the whole batch; None of one with collectives of its own
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """When parameters are gathered and gradients reduced, and in which dtype.
+    """When parameters are gathered and gradients reduced, and in which dtype."""
 
-    Attributes:
-      reduce_once: gradients of microbatches are reduced after the last one, not for each.
-      reduce_dtype: in which gradients are reduced; None for the dtype in which the step has them.
-      accumulate_dtype: in which those of microbatches are summed; None for the wider of float32 and theirs.
-      gather_once: one gather serves all microbatches.
-      keep_gathered: one gather serves the forward and the backward pass.
-      prefetch_bytes: how many gathered bytes may be ahead of their use.
-      freed_first: the most bytes of a matrix that may be there beside its whole gradient.
-      loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
-        iterations; None for a training, where JAX's AD says which loops are part of one pass.
-      tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
-      gather_codes: in which passes gather parameters; None for their own dtypes.
-      reduce_codes: of each data axis, in which gradients travel over it; None for their own dtypes.
-    """
-
-    reduce_once: bool
+    reduce_once: bool  # gradients of microbatches are reduced after the last one, not for each
+    # In which gradients are reduced; None for the dtype in which the step has them.
     reduce_dtype: Any
+    # In which those of microbatches are summed; None for the wider of float32 and theirs.
     accumulate_dtype: Any
-    gather_once: bool
-    keep_gathered: bool
-    prefetch_bytes: int
-    freed_first: int
+    gather_once: bool  # one gather serves all microbatches
+    keep_gathered: bool  # one gather serves the forward and the backward pass
+    prefetch_bytes: int  # how many gathered bytes may be ahead of their use
+    freed_first: int  # the most bytes of a matrix that may be there beside its whole gradient
+    # In an evaluation, the most bytes that one loop gathers before it and keeps through its iterations; None
+    # in a training, where JAX's AD says which loops are part of one pass.
     loop_bytes: int | None = None
+    # Larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
     tile_bytes: int | None = None
+    # In which passes gather parameters; None for their own dtypes.
     gather_codes: Blocks | None = None
+    # By data axis, in which gradients travel over it; None for their own dtypes.
     reduce_codes: tuple[tuple[str, Blocks | None], ...] = ()
 
     def reduced_together(self, devices: int) -> int:
@@ -86,90 +72,59 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """How a step works through its microbatches.
+    """How a step works through its microbatches."""
 
-    Attributes:
-      num: how many each device works through.
-      dims: for each leaf of the arguments, the dim along which it is cut; None for what they share.
-      loops: what is to be said of these loops.
-      by_layer: all of them pass a layer before the next layer comes.
-    """
-
-    num: int
+    num: int  # how many each device works through
+    # For each leaf of the arguments, the dim along which it is cut; None for what they share.
     dims: tuple[int | None, ...]
-    loops: Loops | None = None
-    by_layer: bool = False
+    loops: Loops | None = None  # the report on their loops
+    by_layer: bool = False  # all of them pass a layer before the next layer comes
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateBucket:
-    """Some subgraphs of the update, which run as one program.
+    """Some subgraphs of the update, which run as one program."""
 
-    Attributes:
-      subgraphs: which ones of the optimizer program, by index.
-      leaves: paths of the offloaded leaves that they read or renew.
-      nbytes: of these leaves, on each device.
-      parts: how many slices the leaves are cut into; each visits the devices by itself.
-      nbytes_at_once: of such a slice.
-      on_host: the hosts' processors run it.
-    """
-
-    subgraphs: tuple[int, ...]
-    leaves: tuple[str, ...]
-    nbytes: int
+    subgraphs: tuple[int, ...]  # of the optimizer program, by index
+    leaves: tuple[str, ...]  # paths of the offloaded leaves that they read or renew
+    nbytes: int  # of these leaves, on each device
+    # How many slices the leaves are cut into; the devices update one after the other.
     parts: int = 1
-    nbytes_at_once: int = 0
-    on_host: bool = False
+    nbytes_at_once: int = 0  # of such a slice
+    on_host: bool = False  # the hosts' processors run it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What goes where and runs when: frozen, printable, hashable, the same on every process.
+    """What goes where and runs when: frozen, printable, hashable, the same on every process."""
 
-    Attributes:
-      stage: 0 to 3.
-      stage_axes: the stage's row, on the data axes.
-      automatic: the mesh's other axes, over which XLA shards.
-      step_axes: the mesh axes behind each axis name that the step may use.
-      reductions: 'whole batch' (where the step sums over it), or 'written' (the step's own collectives).
-      leaves: one `LeafPlan` per leaf of the state, in the order of `jax.tree.leaves`.
-      arguments: how each leaf of the other arguments is split.
-      outputs: layouts of what the step returns beside the state.
-      microbatches: how a device works through them.
-      exchange: when and how parameters are gathered and gradients reduced.
-      update: what follows from offloaded leaves, in subgraphs.
-      buckets: in which the subgraphs run, in order.
-      device_bytes: the most bytes of offloaded leaves on each device at any time.
-      interface: layouts of the values that the step's programs take from the caller and pass to each other.
-      names: of the step's variables, by their places in its jaxpr; the same on every process.
-      evaluates: the step reads its state, and returns none.
-      updates: whether any leaf comes back as another value.
-      donates: whether the step consumes the state that it is given.
-      unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
-      activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
-      owned: distributed updates, and those that every device repeats on gathered matrices.
-    """
-
-    stage: int
-    stage_axes: StageAxes
-    automatic: tuple[str, ...]
+    stage: int  # 0 to 3
+    stage_axes: StageAxes  # the stage's row, on the data axes
+    automatic: tuple[str, ...]  # the mesh's other axes, over which XLA shards
+    # The mesh axes behind each axis name that the step may use.
     step_axes: tuple[tuple[str, tuple[str, ...]], ...]
+    # 'whole batch' (the step sums over it), or 'written' (the step's own collectives)
     reductions: str
-    leaves: tuple[LeafPlan, ...]
-    arguments: tuple[P, ...]
-    outputs: tuple[StoredLayout, ...]
+    leaves: tuple[LeafPlan, ...]  # one per leaf of the state, in the order of `jax.tree.leaves`
+    arguments: tuple[P, ...]  # how each leaf of the other arguments is sharded
+    outputs: tuple[StoredLayout, ...]  # layouts of what the step returns beside the state
     microbatches: Microbatches
     exchange: Exchange
-    update: OptimizerProgram
-    buckets: tuple[UpdateBucket, ...]
-    device_bytes: int
+    update: OptimizerProgram  # what follows from offloaded leaves, in subgraphs
+    buckets: tuple[UpdateBucket, ...]  # in which the subgraphs run, in order
+    device_bytes: int  # the most bytes of offloaded leaves on each device at any time
+    # Layouts of the values that programs take from the caller and pass to each other.
     interface: ProgramInterface
+    # Of the step's variables, by where its jaxpr makes them; the same on every process.
     names: Mapping[_jaxpr.Var, str]
-    evaluates: bool = False
-    updates: bool = True
-    donates: bool = True
+    evaluates: bool = False  # the step reads its state, and returns none
+    updates: bool = True  # some leaf comes back as another value
+    donates: bool = True  # the step consumes the state that it is passed
+    # Leaves, by index, that an evaluation does not read; its program does not take them.
     unread: frozenset[int] = frozenset()
+    # Offloaded for the backward pass, of one microbatch; None without this option.
     activations: tuple[Residual, ...] | None = None
+    # Distributed updates, and those that every device repeats on gathered matrices.
     owned: tuple[DistributedUpdate, ...] = ()
 
     def __post_init__(self) -> None:
@@ -235,7 +190,7 @@ class StepPlan:
         return hash(self.fingerprint)
 
     def nbytes_at_rest(self, role: str | None = None, tier: str = DEVICE) -> int:
-        """Stored bytes of each device, of one role or of all, in one tier of memory."""
+        """Stored bytes on each device, of one role or of all, in one memory kind."""
         return sum(
             leaf.nbytes_per_device
             for leaf in self.leaves
@@ -283,7 +238,7 @@ class StepPlan:
 
 
 def variable_names(frame: Frame) -> dict[_jaxpr.Var, str]:
-    """`input3`, `12.0` (of equation 12): names of the root frame's variables, by where they are made."""
+    """Names of the root frame's variables, by where they are made: `input3`, `12.0` (of equation 12)."""
     jaxpr = frame.jaxpr
     names = {var: f"constant{i}" for i, var in enumerate(jaxpr.constvars)}
     names |= {var: f"input{i}" for i, var in enumerate(jaxpr.invars)}

@@ -16,30 +16,22 @@ from jzero._blocks import Blocks
 class QuantizedForm:
     """A leaf `[..., n, d]` as `uint8[..., parts, bytes]`: each device has a part of every row.
 
-    A row is a matrix, the last two dims, so that loops over stacks of layers slice rows like leaves; of
-    matrices smaller than a block, several. It is cut along `dim` into parts, each with its own blocks: what
-    one device decodes is what was one device's. If `dim` is before the matrix, rows have one part each, and
-    devices have some of the rows.
-
-    Attributes:
-      shape: the leaf's true shape.
-      dtype: its dtype's name, as which it is decoded.
-      blocks: the format.
-      dim: the dim that is cut; None for a leaf that is whole.
-      num_parts: into how many parts.
-      padding: what is added at the end of that dim.
+    A row is a matrix, the last two dims, so that loops over stacks of layers slice rows like leaves; several
+    matrices, if they are smaller than a block. It is cut along `dim` into parts, each with its own blocks:
+    what one device dequantizes is what was one device's. If `dim` is before the matrix, rows have one part
+    each, and devices have some of the rows.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    blocks: Blocks
-    dim: int | None
+    shape: tuple[int, ...]  # the leaf's, without padding
+    dtype: str  # as which it is dequantized
+    blocks: Blocks  # the format
+    dim: int | None  # that is cut; None for a leaf that is not sharded
     num_parts: int = 1
-    padding: int = 0
+    padding: int = 0  # at the end of that dim
 
     @functools.cached_property
     def num_stacked(self) -> int:
-        """How many dims stand before a row."""
+        """How many dims come before a row."""
         first = max(0, len(self.shape) - 2)
         while first and math.prod(self.shape[first:]) < self.blocks.elements:
             first -= 1
@@ -59,7 +51,6 @@ class QuantizedForm:
 
     @property
     def is_cut_in_rows(self) -> bool:
-        """Whether the cut dim is one of a row's."""
         return self.dim is not None and self.dim >= self.num_stacked
 
     @property
@@ -69,7 +60,6 @@ class QuantizedForm:
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """The stored shape, in bytes."""
         nbytes = self.blocks.nbytes(math.prod(self.part), self.scale_bytes)
         parts = self.num_parts if self.is_cut_in_rows else 1
         return (*self.padded_shape[: self.num_stacked], parts, nbytes)

@@ -109,11 +109,8 @@ def quantize_stored(
     out = []
     for leaf, codes in zip(leaves, found, strict=True):
         if codes is None and blocks is not None and leaf.role == PARAMETER:
-            why = (
-                "XLA shards it over further axes"
-                if any(leaf.automatic)
-                else why_exact(leaf, products)
-            )
+            by_xla = any(leaf.automatic)
+            why = "XLA shards it over further axes" if by_xla else why_exact(leaf, products)
             leaf, codes = dataclasses.replace(leaf, why_exact=why), None if why else blocks
         out.append(leaf if codes is None else leaf.in_codes(codes))
     coded = [leaf.path for leaf in out if leaf.codes]

@@ -28,13 +28,9 @@ IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 def sorted_in_blocks(
     flat: _rewrite.Flat, consts: Sequence[Any], dims: Sequence[RowDims], num: int
 ) -> _rewrite.Flat:
-    """The step with sorts of the rows of each of `num` blocks in the place of sorts of all rows.
+    """The step with sorts of the rows of each block, in place of sorts of all rows.
 
-    Args:
-      flat: the step of the whole batch, calls flattened.
-      consts: values of its constants.
-      dims: for each of its inputs, the batch dims.
-      num: how many contiguous blocks of equal size these are sharded in.
+    dims: the batch dims of each input; num: how many contiguous blocks of equal size these are sharded in.
     """
     if num == 1 or not has_sort(flat):
         return flat
@@ -84,7 +80,7 @@ class _Rewritten:
                 self._need(region, facts.in_blocks[region, id(eqn)])
 
     def _need(self, region: Region, order: Order) -> None:
-        """Has the counts of an order at hand in a region."""
+        """Makes the counts of an order available in a region."""
         inside = _on_the_way(region, order.region)
         if inside is not None:
             self._return(inside, order)
@@ -107,7 +103,7 @@ class _Rewritten:
         self._need(region, order)
 
     def of(self, region: Region, counts: dict[Order, Var]) -> Any:
-        """The program of a region; `counts` has those that it is given, and gets those that it makes."""
+        """The program of a region; `counts` has those that it is passed, and gets those that it makes."""
         jaxpr = region.jaxpr
         if not jaxpr.eqns:
             return jaxpr
@@ -153,7 +149,7 @@ class _Rewritten:
 
 
 def _on_the_way(region: Region, home: Region) -> Region | None:
-    """Of the programs of a region's equations the one that is `home`, or holds it."""
+    """The program of one of a region's equations that is `home`, or holds it."""
     while home.around is not None and home.around[0] is not region:
         home = home.around[0]
     return home if home.around is not None else None
@@ -240,7 +236,6 @@ def _sorted(num: int, num_keys: int, is_stable: bool, *xs: jax.Array) -> tuple[j
 
 
 def _within(num: int, rows: int, at: jax.Array) -> jax.Array:
-    """Positions of rows within their blocks."""
     blocks = _in_blocks(num, at)
     first = lax.broadcasted_iota(at.dtype, blocks.shape, 0) * jnp.asarray(rows // num, at.dtype)
     return blocks - first
@@ -274,9 +269,8 @@ def _multiplied(
         return lax.ragged_dot_general(a, b, own, numbers, precision, dtype)
 
     a = _in_blocks(num, lhs, dims[0])
-    if (
-        dims[1] is not None
-    ):  # Each block has a part of the sum over rows, reduced in the product's dtype.
+    if dims[1] is not None:
+        # Each block has a part of the sum over rows, reduced in the product's dtype.
         parts = jax.vmap(multiply)(a, _in_blocks(num, rhs, dims[1]), sizes)
         total: jax.Array = lax.reduce(parts, np.zeros((), parts.dtype), lax.add, (0,))
         return total
@@ -295,7 +289,6 @@ def _counted(num: int, num_values: int, number: int, keys: jax.Array) -> jax.Arr
 
 
 def _first_counts(counts: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The counts of as many keys as there are groups."""
     padding = (0, 0, 0), (0, sizes.size - counts.shape[1], 0)
     return lax.pad(counts, np.zeros((), counts.dtype), padding).astype(sizes.dtype)
 

@@ -18,7 +18,7 @@ PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
 class Stage(NamedTuple):
     """One row of the stage table: which roles are stored sharded (ZeRO, section 5).
 
-    `reduce_once`: gradients of microbatches are reduced once, after the last; from stage 2 on they are
+    With `reduce_once` gradients of microbatches are reduced once, after the last. From stage 2 on they are
     reduced as they are produced, so that a whole gradient never outlives its microbatch.
     """
 
@@ -38,8 +38,8 @@ STAGES = {
 class StateLeaf(NamedTuple):
     """What the plan must know of a state leaf; PRNG keys are not splittable.
 
-    Over mesh axes that are not data axes it is cut along the dims that `automatic` says, each into as many
-    parts as `cuts` says; `uncut` is why not along all that its spec says.
+    XLA shards it along the dims that `automatic` says, each into as many parts as `cuts` says; `uncut` is why
+    not along all that its spec says.
     """
 
     path: str
@@ -69,20 +69,15 @@ class StateLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageAxes:
-    """A stage on a mesh: over which axes each role is stored; `()` is replicated.
+    """A stage on a mesh: over which axes each role is stored; `()` is replicated."""
 
-    Attributes:
-      axes: names and sizes of the data axes.
-      param_axes: over which parameters are sharded; the first of `shard_axes`.
-      shard_axes: over which optimizer state is sharded and gradients are reduce-scattered.
-      min_bytes: smaller leaves stay replicated; with 0, whatever can be is sharded, padded if need be.
-      full: a regular expression; parameters whose path it matches are stored replicated.
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    param_axes: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]  # names and sizes of the data axes
+    param_axes: tuple[str, ...]  # over which parameters are sharded; the first of `shard_axes`
+    # Over which optimizer state is sharded and gradients are reduce-scattered.
     shard_axes: tuple[str, ...]
+    # Smaller leaves stay replicated; with 0, whatever can be is sharded, padded if need be.
     min_bytes: int = 0
+    # A regular expression for paths of parameters that are stored replicated.
     full: str | None = None
 
     @property
@@ -90,7 +85,6 @@ class StageAxes:
         return math.prod(size for _, size in self.axes)
 
     def count(self, axes: Sequence[str]) -> int:
-        """The number of shards over `axes`."""
         return math.prod(dict(self.axes)[axis] for axis in axes)
 
     def is_small(self, leaf: StateLeaf) -> bool:
@@ -105,7 +99,7 @@ class StageAxes:
     ) -> tuple[int | None, str]:
         """The dim along which a leaf is sharded, or None and the reason; unpadded if `left_replicated`.
 
-        It is one of those that all look-ups keep, if the devices divide one (`sharding/analysis/_tables.py`).
+        It is one that all look-ups keep, if the devices divide one (`sharding/analysis/_tables.py`).
         """
         num = self.count(self.shard_axes)
         if num == 1:

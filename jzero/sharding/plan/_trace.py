@@ -42,22 +42,15 @@ _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default
 
 
 class WholeBatch(NamedTuple):
-    """A step as one device would run it.
-
-    Attributes:
-      out_tree: the tree of what it returns.
-      out_avals: shapes and dtypes of the leaves.
-      jaxpr: of whole arrays, calls replaced by their equations.
-      consts: values of its constants.
-      specs: how each input is split over the data axes; `P()` for the state's leaves.
-      given: the same, without dims that the devices do not divide: of these each device is given all.
-    """
+    """A step at the shapes of the whole batch."""
 
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
-    jaxpr: _rewrite.Flat
-    consts: list[ArrayLike]
+    jaxpr: _rewrite.Flat  # of global arrays, calls replaced by their equations
+    consts: list[ArrayLike]  # values of its constants
+    # How each input is sharded over the data axes; `P()` for the state's leaves.
     specs: tuple[P, ...]
+    # `specs` without dims that the devices do not divide: each device is passed all of these.
     given: tuple[P, ...]
 
     @property
@@ -72,24 +65,18 @@ class WholeBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A step's jaxpr, analysed: the frames, and what the trace found out.
+    """A step's jaxpr, analysed."""
 
-    Attributes:
-      frame: the root frame, of one device's step, or of the whole batch's, as the partitioner takes it; its
-        inputs are the state's leaves, then the other arguments'.
-      out_tree: the tree of what the step returned.
-      out_avals: shapes and dtypes of the leaves, as the frame has them.
-      outputs: of a whole-batch step, how each of its outputs is split over the data axes.
-      of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
-      whole: of a whole-batch step, as it was traced; None of one with collectives of its own.
-    """
-
+    # The root frame, of one device's step, or of the whole batch's as the partitioner takes it. Its inputs
+    # are the state's leaves, then the other arguments'.
     frame: Frame
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
+    # Of a whole-batch step, how each output is sharded over the data axes.
     outputs: tuple[P, ...] = ()
+    # Of a whole-batch step, which outputs have rows of the batch, gathered ones included.
     of_rows: tuple[bool, ...] = ()
-    whole: WholeBatch | None = None
+    whole: WholeBatch | None = None  # None of a step with collectives of its own
 
 
 def trace_whole(
@@ -99,11 +86,10 @@ def trace_whole(
 ) -> WholeBatch | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
-    `specs`: how each leaf is split over the data axes.
-    `parts`: into how many parts each of these axes splits it.
-    `has_masters`: also replace `p + (n - p)` by `n` (`_differences.py`).
-    `mesh_axes`: names and sizes of all axes of the mesh, which sharding constraints may name.
-    `is_named`: the user has named the axis of the step's collectives.
+    specs: how each leaf is sharded over the data axes; parts: into how many parts each of these splits it.
+    has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
+    mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
+    is_named: the user has named the axis of the step's collectives.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -162,9 +148,7 @@ def analysed(
 ) -> TracedStep:  # fmt: skip
     """A whole-batch step, to be partitioned.
 
-    Its jaxpr says what is rows; where it does not, a wrong guess costs time.
-
-    `parts`: into how many parts each of the mesh's data axes splits the batch.
+    Its jaxpr says what is rows. A wrong guess costs only time.
     """
     outvars = whole.jaxpr.outvars
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
@@ -217,7 +201,7 @@ def trace_plainly(
 ) -> _jaxpr.Traced | None:  # fmt: skip
     """The trace of a step as it is written; None if it has collectives of its own over the data axes.
 
-    So it has where `is_named`, and it fails before the first one: it may fit one device's rows alone.
+    With `is_named` it has, and it may fail before the first one: it may fit one device's rows alone.
     """
     flat_step = _alone(flat_step)
     try:
@@ -237,7 +221,7 @@ def _trace_otherwise(
     error: Exception, flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct],
     mesh_axes: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
-    """The trace of a step that could not be traced in a mesh of its automatic axes.
+    """The trace of a step that could not be traced in a mesh of its Auto axes.
 
     A constraint that names a data axis wants it in the mesh. A `jax.shard_map` of the step's own wants its
     own mesh. Without any it is an equation, which is refused with its line.
@@ -259,7 +243,7 @@ def _is_of_shard_map(error: Exception) -> bool:
 
 
 def _alone(fn: StepOfLeaves) -> StepOfLeaves:
-    """`fn`, inside of which calls of other sharded steps are refused."""
+    """`fn`; calls of other sharded steps inside it are refused."""
 
     @functools.wraps(fn)
     def traced(*leaves: Any) -> Any:
@@ -282,7 +266,7 @@ _OF_EXPLICIT_AXES = (
 
 
 def _explained(error: ValueError) -> Exception:
-    """The error for unknown axes, and for layouts over Explicit axes ([Note: Explicit axes])."""
+    """The error for unknown axes, and for layouts over Explicit axes, [Note: Explicit axes]."""
     if "is not found in mesh" in f"{error}":
         return StepError(message(
             "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
@@ -314,9 +298,8 @@ def trace_written(
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
 
-    `avals`: per-device shapes of the leaves.
     `varying`: whether a leaf differs between devices.
-    `keys`: leaves that are PRNG keys to be folded with the device's index.
+    `keys`: whether it is a PRNG key that is folded with the device's index.
 
     Raises:
       StepError: it names an axis that is no data axis.
@@ -360,11 +343,7 @@ def _traced_in(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
     automatic: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
-    """The trace of a step with collectives over these axes.
-
-    Raises:
-      StepError: it names another axis, or Explicit axes.
-    """
+    """The trace of a step with collectives over these axes; explains other axes and Explicit ones."""
     try:
         return _jaxpr.trace(flat_step, avals, axes, automatic)
     except ValueError as error:

@@ -39,9 +39,9 @@ def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, An
 def like_state(
     traced: TracedStep, state: Any, arrays: Mapping[str, Any], are_split: Iterable[bool]
 ) -> dict[str, list[range]]:
-    """Arguments that a step may update as state, by what it says: an average of the parameters, moments.
+    """Arguments that a step may update as state, such as an average of the parameters, or moments.
 
-    They are split, their floats have shapes that the state has, and they come back, computed of themselves,
+    They are sharded, their floats have shapes that the state has, and they come back, computed of themselves,
     of the state and of another argument. A hidden state of a recurrent network may be all of this, by chance.
 
     `are_split`: for each of the arguments' leaves, whether its rows are sharded.
@@ -80,7 +80,7 @@ def independent(
     names: Iterable[str],
     state: Iterable[str],
 ) -> list[str]:
-    """Which of these arguments nothing that the step returns like them is computed of.
+    """Those of the arguments `names` that nothing which the step returns like them is computed of.
 
     `inputs`: its arguments by name, in the order of the jaxpr's inputs.
     `state`: those that are state beyond doubt; a leaf of their new values is no update of another one.
@@ -102,17 +102,12 @@ def independent(
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Of what a step whose state was found makes its results, each found out once.
+    """What a step whose state was found makes its results of; each found out once."""
 
-    Attributes:
-      jaxpr: the step's, whose outputs begin with the new state.
-      state: the arguments that were found to be the state, of shapes, by name.
-      arrays: the others.
-    """
-
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr  # outputs begin with the new state
+    # The arguments that were found to be the state, by name, as shapes.
     state: Sequence[tuple[str, Any]]
-    arrays: Mapping[str, Any]
+    arrays: Mapping[str, Any]  # the others
 
     @functools.cached_property
     def owners(self) -> list[str]:
@@ -158,16 +153,12 @@ def computed_anew(flow: Flow, led: Collection[str]) -> list[str]:
 
 
 class Misread(NamedTuple):
-    """What the equations say against a state that was found by structure, shapes and dtypes.
+    """What the equations say against a state that was found by structure, shapes and dtypes."""
 
-    Attributes:
-      instead: for an argument, one like it of which its new value is an update, as of one a frozen teacher.
-      batch: arguments with rows, of which what comes back is no update.
-      unclear: arguments that change by themselves, as a batch that is augmented, or an environment.
-    """
-
+    # For an argument, one like it of which its new value is an update, as of one a frozen teacher.
     instead: Mapping[str, str]
-    batch: Sequence[str]
+    batch: Sequence[str]  # arguments with rows, of which what comes back is no update
+    # Arguments that change by themselves, as a batch that is augmented, or an environment.
     unclear: Sequence[str]
 
 
@@ -211,7 +202,7 @@ _PARTS = _rules.named(Cost.PART, Cost.JOIN) | {
 def _reached(jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """Which inputs each output is reached from by operations that keep elements apart.
 
-    Those that jzero does not look into, as a kernel, reach all that they read.
+    Those that jzero does not look into, such as a kernel, reach all that they read.
     """
     program = Region(jaxpr, [])
     pairs = zip(jaxpr.invars, given, strict=True)
