@@ -237,9 +237,8 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
 
 
 def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -> StepError:
-    leaf, spec = next(
-        (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
-    )
+    pairs = zip(named, specs, strict=True)
+    leaf, spec = next((leaf, spec) for leaf, spec in pairs if sum(map(bool, spec)) > 1)
     return StepError(message(
         _call.WHO, f"{', '.join(options)}, where in_specs shards several dims of {leaf} ({spec})",
         "Several dims can be sharded only where a step sends nothing quantized.",
