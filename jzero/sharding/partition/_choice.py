@@ -24,7 +24,7 @@ from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, next_outer
+from jzero.sharding.partition._values import DeviceValue, next_outer, place_of
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
@@ -79,7 +79,7 @@ class FactorChoice:
             return not any(axis in v.exchanged for v in self.ins)
         outer = next(cut.outer for cut in dim.cuts if cut.axis == axis)
         each = zip(self.ins, self.factors[i].ins, strict=True)
-        here = [v for v, d in each if axis in v.rows and _place(v, axis) == (d, outer)]
+        here = [v for v, d in each if axis in v.rows and place_of(v.layout, axis) == (d, outer)]
         return bool(here) and all(axis in v.exchanged for v in here)
 
     def _table(self) -> str:
@@ -140,7 +140,7 @@ class FactorChoice:
         lead = rows or hard
         found: dict[tuple[int, Dim], _Candidate] = {}
         for value in lead:
-            d, outer = _place(value, axis)
+            d, outer = place_of(value.layout, axis)
             for i, factor in enumerate(self.factors):
                 if any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True)):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
@@ -166,7 +166,7 @@ class FactorChoice:
     ) -> None:  # fmt: skip
         """Considers, by an all-to-all, factors of other dims of operands that are sharded over the axis."""
         for value in lead:
-            here, _ = _place(value, axis)
+            here, _ = place_of(value.layout, axis)
             for i, factor in enumerate(self.factors):
                 ds = [d for v, d in zip(self.ins, factor.ins, strict=True) if v is value]
                 d = next((d for d in ds if d is not None), None)
@@ -266,7 +266,6 @@ class FactorChoice:
         return alike and rows and not self.partial
 
     def _axes_of_result(self) -> set[str]:
-        """The axes over which the factors chosen so far shard the result."""
         kept = [dim for i, dim in self.chosen.items() if not is_reduced(self.factors[i])]
         return {cut.axis for dim in kept for cut in dim.cuts}
 
@@ -326,12 +325,6 @@ def _is_read_replicated(region: Region, atom: Atom) -> bool:
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
             return True
     return False
-
-
-def _place(value: DeviceValue, axis: str) -> tuple[int, int]:
-    place = value.layout.place(axis)
-    assert place is not None
-    return place
 
 
 def is_reduced(factor: Factor) -> bool:

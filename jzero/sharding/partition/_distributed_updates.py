@@ -112,7 +112,6 @@ def _own(
 
 
 def _of(num: int, one: Layout) -> Layout:
-    """The layout of a batch of matrices that each have the layout `one`."""
     return dataclasses.replace(one, dims=(Dim(num), *one.dims))
 
 

@@ -414,7 +414,12 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.scatter_to, found.exchanged = self._scatter_to(layout), self.exchanged & axes
-        found.looked_up, found.is_activation = self._is_looked_up(), self._is_activation()
+        found.looked_up, found.is_activation = (
+            self._is_looked_up(),
+            not _is_backward(self.frame, self.eqn),
+        )
+        if self.partial:
+            found.is_activation = any(v.is_activation and v.layout.partial for v in self.ins)
         if found.partial_axes & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
         if not others and not rows:
@@ -425,11 +430,6 @@ class _Written:
             if _rules.size_in_bytes(first.aval) <= _rules.size_in_bytes(aval):
                 found.view = self.eqn, first
         return found
-
-    def _is_activation(self) -> bool:
-        if self.partial:
-            return any(v.is_activation and v.layout.partial for v in self.ins)
-        return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
         if self.partial:

@@ -32,7 +32,6 @@ class WrittenStep(NamedTuple):
     axis_names: Mapping[str, tuple[str, ...]]  # the mesh axes behind each axis name of the step
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes over which a value of the step is device-varying; none for values that jzero wrote."""
         if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
             return NOWHERE
         return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
@@ -132,7 +131,6 @@ class DeviceFrame(DeviceWriter):
         return value
 
     def constant(self, var: Var, const: Any) -> DeviceValue:
-        """A constant of a jaxpr becomes one of the program; bodies import it."""
         if self.outer is not None:
             (x,) = self.outer.constant(var, const).atoms.values()
             return self.value(self.brought(x))
@@ -150,7 +148,6 @@ class DeviceFrame(DeviceWriter):
         return self.imports[atom]
 
     def entered(self, value: DeviceValue) -> DeviceValue:
-        """A value of the enclosing frame, in this one."""
         assert self.outer is not None
         self.outer.reduce(value)
         make = None if value.make is None else _imported
@@ -318,7 +315,6 @@ class DeviceFrame(DeviceWriter):
         self.reduce(value, keeps=value.partial_axes - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes over which it is device-varying, [Note: device-varying values]."""
         written = self.shared.written
         return NOWHERE if written is None else written.own(region, atom)
 
@@ -329,13 +325,11 @@ class DeviceFrame(DeviceWriter):
         return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
 
     def is_opened(self) -> bool:
-        """Whether the body has reductions or gathers over time."""
         stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
         return any(stacked)
 
     @property
     def over_time(self) -> frozenset[str]:
-        """The axis of microbatches, if there is one; it shards the batch and nothing else."""
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
 
     def convert(
@@ -369,12 +363,10 @@ class DeviceFrame(DeviceWriter):
         )
 
     def hint_of(self, var: Var) -> Hint | None:
-        """The layout that the variable's readers want; None if they do not care."""
         hint = self.shared.hints.get((self.region, var))
         return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
-        """The leaf that the variable becomes, element by element; '' if none."""
         hint = self.shared.hints.get((self.region, var))
         return "" if hint is None else hint.leaf
 

@@ -32,7 +32,7 @@ LARGE = 2**20  # elements: a larger operand of a reduction is computed in shards
 
 
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
-    """Whether the equation is cheap in any layout."""
+    """Whether the equation is cheap in any layout, and may be written where it is read."""
     name, lazy = eqn.primitive.name, any(v.make is not None for v in ins)
     if not lazy and name not in ("iota", "random_bits", "broadcast_in_dim"):
         return False
@@ -63,7 +63,6 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
 def lazy(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> DeviceValue:
-    """The result of an equation that is written where it is read."""
     out = eqn.outvars[0].aval
     layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":

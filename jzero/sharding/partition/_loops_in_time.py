@@ -31,8 +31,6 @@ REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
 
 
 class LoopInTime(NamedTuple):
-    """One loop over the microbatches."""
-
     eqns: tuple[int, ...]  # of an iteration, by index, in order
     reads: tuple[Var, ...]  # each microbatch's values of earlier loops that it reads
     sums: tuple[Eqn, ...]  # the reductions over time whose operands it makes
@@ -52,13 +50,7 @@ class LoopsInTime(NamedTuple):
 def loops_in_time(
     region: Region, differs: Collection[Var], axis: str, num: int, devices: int, gather_once: bool
 ) -> LoopsInTime:
-    """The loops of a program of one device and one microbatch.
-
-    `differs`: its own values that differ between microbatches.
-
-    Raises:
-      CannotPartitionError: they would recompute the products of the step too often.
-    """
+    """The loops of a program of one device and one microbatch; `differs` are values that do between these."""
     levels = _Levels(region, differs, axis)
     inside = levels.loop | _sunk(levels, gather_once)
     eqns, (lasts, own) = region.jaxpr.eqns, _results(levels)
@@ -127,7 +119,6 @@ class _Levels:
 
     @property
     def once(self) -> list[int]:
-        """Equations that run once, in order."""
         num = len(self.frame.jaxpr.eqns)
         return [i for i in range(num) if i not in self.loop and i not in self.sums]
 
@@ -159,8 +150,6 @@ def is_over(eqn: Eqn, axis: str) -> bool:
 
 
 def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueIn, bool]:
-    """Which values of a program, and of those inside, differ between microbatches."""
-
     def step(_: Region, eqn: Eqn, facts: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name == "optimization_barrier":
             return [*facts]
@@ -213,7 +202,6 @@ def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
 
 
 def _is_cheap(eqn: Eqn) -> bool:
-    """Whether an equation only moves elements, or is elementwise."""
     moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION, Cost.ALONG)
     return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
 

@@ -36,7 +36,7 @@ class MatrixBucket:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixBatch:
-    """The update of a batch of matrices, which runs on slices of the batch."""
+    """The update of a batch of matrices; it runs on slices of the batch."""
 
     subgraph: UpdateSubgraph
     # The batch dim of each value that it reads; None for a replicated one.
@@ -52,8 +52,6 @@ UpdatesByCall = Mapping[Var, MatrixBucket | MatrixBatch]  # by the call's first 
 
 
 class DistributedUpdates(NamedTuple):
-    """The distributed updates of a step."""
-
     calls: UpdatesByCall
     # Matrices are sharded over these; devices along other axes have the same shards, and repeat the work.
     axes: tuple[str, ...]

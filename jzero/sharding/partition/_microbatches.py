@@ -50,8 +50,6 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class MicrobatchLoops(NamedTuple):
-    """How a device works through its microbatches."""
-
     time: TimeAxis
     # In which floats are accumulated; None for the wider of float32 and their own.
     dtype: DTypeLike | None
@@ -166,7 +164,6 @@ class _LoopsWriter:
                 ]
 
     def _sum(self, eqn: Eqn, body: _Microbatch) -> CarryPort:
-        """A running sum (maximum, minimum)."""
         (out,), op = eqn.outvars, REDUCES[eqn.primitive.name]
         dtype = out.aval.dtype
         if op == "sum" and jnp.issubdtype(dtype, jnp.inexact):
@@ -191,7 +188,6 @@ class _LoopsWriter:
         return stack
 
     def stack(self, atom: Atom) -> Atom:
-        """`[microbatches, ...]` of a value."""
         if _jaxpr.is_literal(atom) or atom not in self.differs:
             return self.outer.trace(_repeated, self.outer.read(atom), static=(self.num,))[0]
         if atom not in self.stacks:

@@ -117,7 +117,6 @@ def _counts(region: Region, atom: Atom, dim: int) -> bool:
 
 
 def _constant(region: Region, atom: Atom) -> Any:
-    """The value of a literal or of a constant of the jaxpr; None if it is computed."""
     consts = dict(zip(region.jaxpr.constvars, region.consts, strict=True))
     value: Any = atom.val if _jaxpr.is_literal(atom) else consts.get(atom)
     return None if isinstance(value, jax.core.Tracer) else value

@@ -92,7 +92,11 @@ def partition(
         _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
-    results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
+    values = [
+        DeviceValue(var.aval, x.layout, {x.given: mine}, x.rows & x.layout.axes, origin=i)
+        for i, (var, mine, x) in enumerate(zip(jaxpr.invars, own, ins, strict=True))
+    ]
+    results = run(frame, region, values)
     frame.source = jaxpr.eqns[-1] if jaxpr.eqns else frame.source
     frame.reason = frame.leaf = ""  # those of the last equation
     results = [_of_all_microbatches(frame, v, out) for v, out in zip(results, outs, strict=True)]
@@ -103,17 +107,15 @@ def partition(
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
         x = frame.at(value, layout)
-        atoms.append(x if j in unmasked else _with_zeros(frame, x, layout, given))
+        # A literal has no padding, and that of an argument is zero already.
+        if not (j in unmasked or _jaxpr.is_literal(x) or x in given):
+            for d in range(len(layout.dims)):
+                x = frame.masked(x, layout, d, "sum")
+        atoms.append(x)
     made = frame.function(_nothing(), own, atoms)
     moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
     return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves)
-
-
-def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
-    layout = given.layout
-    rows = given.rows & layout.axes
-    return DeviceValue(var.aval, layout, {given.given: own}, rows, origin=i)
 
 
 def _of_all_microbatches(
@@ -157,16 +159,6 @@ def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
         if own and dim.true % value.layout.num(own) == 0:
             found = found.shard(d, own)
     return found
-
-
-def _with_zeros(
-    frame: DeviceFrame, x: Atom, layout: Layout, given: Collection[Var]
-) -> Atom:  # fmt: skip
-    """A result with zeros as padding. A returned argument has them already."""
-    padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
-    for d in padded if padded and x not in given else ():
-        x = frame.masked(x, layout, d, "sum")
-    return x
 
 
 def moves_of(

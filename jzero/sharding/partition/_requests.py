@@ -19,7 +19,9 @@ from jzero.tracing._types import Eqn
 
 
 def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    if _may_be_asked(frame, value):
+    is_of_leaf = bool(frame.name(value)) or value.view is not None
+    stays = is_of_leaf or value.layout.partial or value.layout.axes & frame.over_time
+    if frame.shared.written is None and not stays:
         layout, asked = _requested(frame, eqn, value.layout)
         if layout != value.layout:
             frame.reason, frame.shared.has_rows = "the step asks for it", True
@@ -28,12 +30,6 @@ def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue
             rows, exchanged = value.rows | asked, value.exchanged | moved
             value = DeviceValue(value.aval, layout, atoms, rows, exchanged=exchanged)
     return value if frame.shared.automatic is None else _of_other_axes(frame, eqn, value)
-
-
-def _may_be_asked(frame: DeviceFrame, value: DeviceValue) -> bool:
-    is_of_leaf = bool(frame.name(value)) or value.view is not None
-    stays = is_of_leaf or value.layout.partial or value.layout.axes & frame.over_time
-    return frame.shared.written is None and not stays
 
 
 def _requested(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> tuple[Layout, frozenset[str]]:

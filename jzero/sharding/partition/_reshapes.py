@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
 from jzero.sharding.partition._equations import scatter_to_through
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, next_outer
+from jzero.sharding.partition._values import DeviceValue, next_outer, place_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -29,7 +29,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         num = math.prod(frame.mesh.values())
         frame.reason = f"jzero.groups is local if its n is a multiple of {num}"
     source, lost = value.layout, _lost_rows(frame, value, out.shape)
-    lost = lost if lost and value.aval.size > _sharded_dim(source, lost[0])[1] else []
+    lost = lost if lost and value.aval.size > source.dims[place_of(source, lost[0])[0]].true else []
     if lost and value.make is None:
         source = _in_other_blocks(frame, value, lost, out.shape) or source
         frame.shared.layouts_before[out.shape, value.aval.shape] = value.layout
@@ -84,7 +84,7 @@ def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
     """A layout with the rows of `lost` in other blocks, which the reshape keeps; best of the same dim."""
-    own, left, found = _sharded_dim(value.layout, lost[0])[0], value.layout.without(lost), []
+    own, left, found = place_of(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])
         if at is None or dim.pad is not None:
@@ -100,13 +100,7 @@ def _in_other_blocks(
     return min(found)[-1] if found else None
 
 
-def _sharded_dim(layout: Layout, axis: str) -> tuple[int, int]:
-    place = layout.place(axis)
-    assert place is not None
-    return place[0], layout.dims[place[0]].true
-
-
 def _dims_of_rows(layout: Layout, shape: Sequence[int], axis: str) -> tuple[range, range]:
     """The dims that a reshape merges and splits with the one that an axis cuts; before and after it."""
-    own, _ = _sharded_dim(layout, axis)
+    own, _ = place_of(layout, axis)
     return next(pair for pair in dim_groups(layout.shape, shape) if own in pair[0])

@@ -24,8 +24,6 @@ from jzero.sharding.partition._values import joined
 
 
 class TimeAxis(NamedTuple):
-    """The axis of the microbatches."""
-
     name: str  # distinct from the mesh's
     num: int  # of microbatches
     once: bool  # gradients are accumulated over time before the devices reduce them

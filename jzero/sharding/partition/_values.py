@@ -69,6 +69,13 @@ class DeviceValue:
         return frozenset(p.axis for p in self.layout.partial)
 
 
+def place_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """The dim that an axis cuts, and the `outer` of its cut."""
+    place = layout.place(axis)
+    assert place is not None
+    return place
+
+
 def sized(dim: Dim, size: int) -> Dim:
     """The same cuts of a dim of another size, unless it is padded."""
     return dim if dim.pad is not None else dim._replace(size=size)

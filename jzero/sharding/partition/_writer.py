@@ -21,6 +21,7 @@ from jzero.ir._factors import with_size
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
+from jzero.sharding.partition._values import place_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
@@ -81,7 +82,6 @@ class DeviceWriter(JaxprWriter):
         return out
 
     def index(self, axes: Sequence[str]) -> Atom:
-        """This device's index along the axes."""
         (first, *others), axes = axes, tuple(axes)
         if axes not in self._index and others:
             each = [self.index([axis]) for axis in axes]
@@ -129,7 +129,7 @@ class DeviceWriter(JaxprWriter):
         return self.source.primitive.name
 
     def step(self, x: Atom, step: LayoutStep) -> Atom:
-        """Writes one step of a conversion; PRNG keys are converted as their words."""
+        """PRNG keys are converted as their words."""
         convert: Callable[[Atom, LayoutStep], Atom] = getattr(self, f"_{step.kind}")
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return convert(x, step)
@@ -163,8 +163,8 @@ class DeviceWriter(JaxprWriter):
 
     def _exchange(self, x: Atom, step: LayoutStep) -> Atom:
         """Splits the dim to shard among the devices, and concatenates along the dim that was sharded."""
-        num, joined = step.before.num(step.axes), _digit(step.before, step.axes)
-        cut = _digit(step.after, step.axes)
+        num, joined = step.before.num(step.axes), place_of(step.before, step.axes[0])
+        cut = place_of(step.after, step.axes[0])
         shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
         y: Atom = self.reshape(x, shape)
         new = with_size(with_size(shape, where[0], 1), where[1], num)
@@ -284,15 +284,9 @@ def _name(axes: Sequence[str]) -> str | tuple[str, ...]:
     return tuple(axes) if len(axes) > 1 else axes[0]
 
 
-def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:
-    place = layout.place(axes[0])
-    assert place is not None
-    return place
-
-
 def _place(layout: Layout, axes: Sequence[str]) -> DimParts:
     """The dim that adjacent axes cut, its local number of outer blocks, and the size of an inner one."""
-    dim, outer = _digit(layout, axes)
+    dim, outer = place_of(layout, axes[0])
     here = layout.local_outer(dim, outer)
     return dim, here, layout.local_shape[dim] // here
 

@@ -101,7 +101,6 @@ def _collective(
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
-    """A reduce-scatter over devices and microbatches."""
     replicated, dim = frame.replicated(x.aval.shape), eqn.params["scatter_dimension"]
     part = replicated.shard(dim, axes)
     own = frame.convert(x, replicated.with_partial(*map(Partial, axes)), part)
@@ -195,7 +194,6 @@ def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int
 
 
 def _several(frame: DeviceFrame) -> frozenset[str]:
-    """The axes of more than one device."""
     return frozenset(axis for axis, num in frame.mesh.items() if num > 1)
 
 

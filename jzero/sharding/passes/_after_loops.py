@@ -55,7 +55,8 @@ def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
     readers, ends = region_of(jaxpr.eqns).readers, dict[int, list[Eqn]]()
     returned = set(variables(jaxpr.outvars))
     for start, stop in zip(loops, [*loops[1:], len(jaxpr.eqns)], strict=True):
-        mine = [i for i in range(start, stop) if _is_of_last_iteration(jaxpr.eqns[i])]
+        last = [i for i in range(start, stop) if _jaxpr.in_scope(jaxpr.eqns[i], LAST_ITERATION)]
+        mine = [i for i in last if not _jaxpr.in_scope(jaxpr.eqns[i], SCOPE)]
         if mine:
             ends[mine[-1]] = [jaxpr.eqns[i] for i in mine]
 
@@ -69,7 +70,3 @@ def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
         end: [v for e in eqns for v in e.outvars if is_read(v, end)] for end, eqns in ends.items()
     }
     return {end: made for end, made in found.items() if made}
-
-
-def _is_of_last_iteration(eqn: Eqn) -> bool:
-    return _jaxpr.in_scope(eqn, LAST_ITERATION) and not _jaxpr.in_scope(eqn, SCOPE)

@@ -83,7 +83,6 @@ class AutoLayouts(NamedTuple):
     outs: Mapping[int, AutoSpec] = {}  # and for results
 
     def of(self, program: Region) -> SpecOf:
-        """How XLA shards the operands of a program's collectives."""
         if not self.sizes:
             return lambda region, eqn: ()
         made = _claims(program, self.sizes, program.jaxpr.invars, self.ins, False)
@@ -159,7 +158,6 @@ def _join(a: _Claims, b: _Claims) -> _Claims:
 def _across_equation(
     eqn: Eqn, given: Sequence[_Claims], sizes: Mapping[str, int], backward: bool
 ) -> list[_Claims]:
-    """Claims of results from those of operands, or the other way round."""
     name = eqn.primitive.name
     sources: Sequence[Atom] = eqn.outvars if backward else eqn.invars
     targets: Sequence[Atom] = eqn.invars if backward else eqn.outvars

@@ -79,7 +79,6 @@ def _written(
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """`x` in the row-major layout in which arrays are stored."""
     laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return laid_out
 

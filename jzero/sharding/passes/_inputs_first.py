@@ -34,7 +34,6 @@ def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 
 
 def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
-    """`inputs_first`, of a step's frame."""
     jaxpr, products = frame.jaxpr, _products(frame, nbytes)
     if not products:
         return frame

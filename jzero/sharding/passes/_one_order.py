@@ -50,7 +50,6 @@ def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nests_collectives(eqn: Eqn) -> bool:
-    """Whether it is a loop, branch or call with collectives."""
     return any(e.primitive.name in _MEETING for e in _jaxpr.inside(eqn))
 
 

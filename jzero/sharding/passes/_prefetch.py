@@ -62,8 +62,6 @@ def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """Where a program runs."""
-
     autodiff: str | None = None  # the pass around it
     # Of its arguments, what a loop's iteration before has computed.
     late: frozenset[Var] = frozenset()
@@ -242,7 +240,6 @@ class _Level:
         return True
 
     def ready(self, gather: _Gather) -> int:
-        """The last equation on which a gather depends."""
         return max((self.index.get(var, -1) for var in gather.others), default=-1)
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:

@@ -75,10 +75,8 @@ def tiles(
 
 
 class _TiledEquation(NamedTuple):
-    """An equation that is computed in tiles, and the factor that is cut."""
-
     eqn: Eqn
-    factor: Factor
+    factor: Factor  # that is cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,8 +115,6 @@ class _Cone:
 
 
 class _TiledSum(NamedTuple):
-    """What devices sum up."""
-
     reduces: tuple[Eqn, ...]  # the sums, one axis after the other
     cones: tuple[_Cone, ...]  # terms that are made tile by tile
     # Other terms that are gradients of slices, and what then makes those of stacks.
@@ -176,7 +172,6 @@ class _TilePlan:
 
     # -- products with a matrix ------------------------------------------------------------------------
     def _with_gathered(self, eqn: Eqn, place: int) -> _Cone | None:
-        """The tiling of a product with a large gathered operand."""
         before, after = self._gathered(eqn.invars[place])
         if not before or self._gathered(eqn.invars[1 - place])[0]:
             return None
@@ -338,7 +333,6 @@ class _TilePlan:
         return found
 
     def _summed(self, writer: JaxprWriter, total: _TiledSum) -> Atom:
-        """This device's shard of a sum, in place of its last reduction."""
         found = [_padded(writer, self.shards[cone], cone.pads) for cone in total.cones]
         for term, pads in total.slices:
             shard = _reduced(writer, writer.read(term), total.reduces)

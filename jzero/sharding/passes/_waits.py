@@ -112,7 +112,6 @@ def is_gather(eqn: Eqn) -> bool:
 
 
 def is_reduction(eqn: Eqn) -> bool:
-    """Whether it is a reduce-scatter."""
     return eqn.primitive.name == "reduce_scatter"
 
 
@@ -194,9 +193,6 @@ def gathers_inside(eqn: Eqn) -> bool:
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom] = ()) -> Jaxpr:
     """The jaxpr with these equations; itself if they are its own."""
-    same = len(eqns) == len(jaxpr.eqns) and all(
-        a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)
-    )
-    if same:
+    if [*map(id, eqns)] == [*map(id, jaxpr.eqns)]:
         return jaxpr
     return _jaxpr.replaced(jaxpr, eqns=[*eqns], outvars=[*(outvars or jaxpr.outvars)])

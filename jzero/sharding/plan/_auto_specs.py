@@ -32,11 +32,7 @@ def places(
     who: str, auto_specs: AutoSpecs, paths: Sequence[str], shapes: Sequence[Sequence[int]],
     sizes: Mapping[str, int], data_axes: Sequence[str],
 ) -> list[AutoPlace]:  # fmt: skip
-    """How each leaf is stored over the Auto axes, whose names and sizes are `sizes`.
-
-    Raises:
-      OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
-    """
+    """How each leaf is stored over the Auto axes, whose names and sizes are `sizes`."""
     rule = f"auto_specs are for mesh axes beside the data axes ({dict(sizes)})"
     _check_axes(who, auto_specs, sizes, data_axes, rule)
     firsts = [_first(auto_specs, path) for path in paths]

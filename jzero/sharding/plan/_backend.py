@@ -128,7 +128,6 @@ class Backend(abc.ABC):
 
     @property
     def window(self) -> Window:
-        """The memory budget of streamed parameters."""
         if isinstance(self.params, NVMe):
             return Window(self.params.device_bytes or _DEVICE_BYTES, self.params.host_bytes)
         return Window(self.params.device_bytes) if isinstance(self.params, PinnedHost) else Window()
@@ -140,7 +139,6 @@ class Backend(abc.ABC):
 
     @property
     def offloads(self) -> bool:
-        """Whether state may be stored off the devices."""
         return self.tier != DEVICE or self.streams
 
     @property
@@ -191,23 +189,13 @@ class Backend(abc.ABC):
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, OptimizerProgram]:
-        """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
-
-        `leaves` are as they would be stored on the devices; `mesh` may be abstract.
-
-        Raises:
-          OptionError: the policies cannot be obeyed.
-        """
+        """The leaves with their tiers, and the optimizer program: what depends on offloaded ones."""
 
     @abc.abstractmethod
     def buckets(
         self, leaves: Leaves, frame: Frame, update: OptimizerProgram, interface: ProgramInterface
     ) -> tuple[UpdateBucket, ...]:
-        """The buckets in which the optimizer program runs.
-
-        Raises:
-          OptionError: the policies cannot be obeyed.
-        """
+        """The buckets in which the optimizer program runs."""
 
     @abc.abstractmethod
     def program(

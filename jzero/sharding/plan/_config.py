@@ -62,11 +62,7 @@ class StepConfig:
 
 
 def config_of(options: Options, mesh: Any, evaluates: bool = False) -> StepConfig:
-    """The config of a step on this mesh, or on the current one if it is None.
-
-    Raises:
-      MeshError: its axes and their names do not fit.
-    """
+    """The config of a step on this mesh, or on the current one if it is None."""
     axis_name, batch = options.axes.axis_name, options.axes.batch
     mesh, current, tracing = around(mesh, axis_name)
     if not current.empty and current.shape_tuple != mesh.shape_tuple:

@@ -44,7 +44,6 @@ class Extra(NamedTuple):
         return self.flops >= LEAST_FLOPS
 
     def warning(self, name: str) -> str:
-        """The warning at the first trace of the step of this name."""
         return message(
             _call.WHO, f"{name} repeats {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
             self.rule, self.fix,
@@ -52,7 +51,7 @@ class Extra(NamedTuple):
 
 
 def at_once_warning(name: str, num: int, made: Sequence[SavedValue]) -> str:
-    """The warning for a step that computes something from all its microbatches at once."""
+    """For a step that computes something from all its microbatches at once."""
     nbytes, lines = sum(each.nbytes for each in made), [*dict.fromkeys(x.where for x in made)]
     lines += [f"{len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
     return message(
@@ -84,7 +83,6 @@ class RowsOf(NamedTuple):
 def extra_work(
     work: float, repeated: Sequence[Repeated], rows: Sequence[RowsOf], config: StepConfig
 ) -> tuple[Extra, ...]:
-    """What is done more than once, and is worth a line."""
     ratios = defaultdict[str, float](lambda: 1)
     for x in rows:
         ratios[x.leaf] *= _padded(x) / x.size if x.size else 1

@@ -28,12 +28,8 @@ _RULE = (
 def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None:
     """Refuses loops over stacks on the host where they would be compiled wrong.
 
-    Where layers are programs of their own (`Memory(params=)`), whole arrays move between programs, and no
-    slices: but for loops that hold both passes, of microbatches or the step's own.
-
-    Raises:
-      OptionError: `Memory(activations=)` asks for them.
-      StepError: the step's own checkpoint policies do.
+    Where layers are programs of their own (`Memory(params=)`), global arrays move between programs, and no
+    slices; except in loops that hold both passes, of microbatches or the step's own.
     """
     if jax.__version_info__ >= RIGHT_SINCE:
         return
@@ -45,7 +41,7 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
     moves = options.moves_activations and (
         not options.offload.streams
         or (options.microbatches.num > 1 and not options.by_layer)
-        or _inside(frame, waiting)
+        or any(region is not frame for region, _ in waiting)  # in loops that hold both passes
     )
     if not (own or moves) or platform_of(mesh) not in ("gpu", "cuda"):
         return
@@ -57,11 +53,6 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
     raise StepError(message(
         _call.WHO, [f"a loop makes {each} in the host's memory, {there}" for each in own], _RULE,
         f"{edit}, or let the policies of jax.checkpoint offload nothing.", "loops"))  # fmt: skip
-
-
-def _inside(frame: Frame, waiting: Residuals) -> bool:
-    """Whether residuals are offloaded inside loops or branches, which hold both passes."""
-    return any(region is not frame for region, _ in waiting)
 
 
 def platform_of(mesh: Any) -> str:

@@ -42,7 +42,6 @@ class ValuePlan:
         return self.layout.dim if isinstance(self.layout, Shard) else None
 
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Its type as an argument of programs."""
         sharding = NamedSharding(mesh, _layout.beside(self.spec, self.automatic))
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=sharding)
 

@@ -79,7 +79,6 @@ MOST_GROWTH = 2  # by padding; what moves grows by as much
 
 
 def padded_size(size: int, num_shards: int) -> int:
-    """The next multiple of `num_shards`: the stored size of a dim."""
     return -(-size // num_shards) * num_shards
 
 

@@ -98,7 +98,6 @@ class LeafPlan:
 
     @property
     def decoded(self) -> LeafPlan:
-        """The leaf as it is when dequantized."""
         form = self.codes
         if form is None:
             return self
@@ -110,7 +109,6 @@ class LeafPlan:
         )  # fmt: skip
 
     def row(self, width: int = 0) -> str:
-        """One line: path (padded to `width`), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
         why += f"  (auto_specs: {self.uncut})" if self.uncut else ""
@@ -233,9 +231,6 @@ def plan_leaves(
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
     `tables`: leaves in which the step looks up rows, and the dims that all look-ups keep.
-
-    Raises:
-      OptionError: `Axes(replicate=)` matches no parameter.
     """
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [*map(_role, leaves, feeds)]

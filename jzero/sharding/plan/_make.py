@@ -75,14 +75,7 @@ def make_plan(
     local: LocalStep, leaves: Sequence[StateLeaf], config: StepConfig,
     stored: Sequence[StoredLeaf | None] = (),
 ) -> tuple[StepPlan, Analysis]:  # fmt: skip
-    """Decides where a step's values are stored, and what runs when.
-
-    `stored`: in an evaluation, how each leaf is stored.
-
-    Raises:
-      OptionError: an option that this step cannot obey.
-      StepError: it is compiled wrong on these devices.
-    """
+    """Decides where values are stored, and what runs when. An evaluation reads leaves as `stored` says."""
     stage_axes, options = config.stage_axes, config.options
     frame = local.traced.frame
     is_whole = local.traced.whole is not None
@@ -193,7 +186,6 @@ def _updates(frame: Frame, num_leaves: int) -> bool:
 
 
 def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
-    """Indices of the leaves that no result depends on."""
     _, read = _rewrite.behind(frame.jaxpr.eqns, frame.jaxpr.outvars)
     invars = frame.jaxpr.invars[:num_leaves]
     return frozenset(i for i, var in enumerate(invars) if var not in read)

@@ -68,11 +68,7 @@ class Options:
         )
 
     def reduce_codes(self, axes: Iterable[str]) -> dict[str, Blocks | None]:
-        """For each data axis, how gradients are quantized over it, or None; empty if they are over none.
-
-        Raises:
-          MeshError: `reduce_dtype` names an axis that is none of them.
-        """
+        """For each data axis, how gradients are quantized over it, or None; empty if they are over none."""
         given = self.comm.reduce_dtype
         if isinstance(given, Blocks):
             return dict.fromkeys(axes, given)
@@ -88,11 +84,7 @@ class Options:
         return {axis: chosen.get(axis) for axis in axes}
 
     def stage_axes(self, axes: Mapping[str, int]) -> StageAxes:
-        """The stage's row of the table on a mesh with these data axes.
-
-        Raises:
-          MeshError: `Axes(params=)` or `Axes(optimizer=)` do not fit.
-        """
+        """The stage's row of the table on a mesh with these data axes."""
         row, names = STAGES[self.stage], tuple(axes)
         given = {"params": self.axes.params, "optimizer": self.axes.optimizer}
         for field, chosen in given.items():
@@ -139,7 +131,6 @@ class Options:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations are offloaded to pinned memory of the host."""
         return isinstance(self.activations, PinnedHost)
 
     @property

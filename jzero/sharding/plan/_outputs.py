@@ -79,7 +79,9 @@ def check_reduced(
         )
         if varies and layout == _layout.REPLICATED
     ]  # fmt: skip
-    keys = [_is_key_of_device(aval) for _, aval in bad]
+    # Keys, or one device's key of an array of them.
+    shapes = [x.shape[1:] if x.shape[:1] == (1,) else x.shape for _, x in bad]
+    keys = [_call.is_single_key(x.dtype, shape) for (_, x), shape in zip(bad, shapes, strict=True)]
     edits = [] if all(keys) else [
         f"Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, {axis}); "
         f"counts by jax.lax.psum(count, {axis})."
@@ -99,11 +101,6 @@ def check_reduced(
             WHO, found,
             "A step with collectives of its own reduces what it returns itself; jzero averages nothing.",
             " ".join(edits), shown=8))  # fmt: skip
-
-
-def _is_key_of_device(aval: Any) -> bool:
-    shape = aval.shape[1:] if aval.shape[:1] == (1,) else aval.shape
-    return _call.is_single_key(aval.dtype, shape)
 
 
 def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
@@ -144,7 +141,8 @@ def _structure_difference(outs: Any, tree: Any) -> str:
     old = set(_call.structure_paths(tree, "state"))
     new = set(_call.leaf_paths(first, "state"))
     if not isinstance(outs, (tuple, list)) or not (old & new):
-        return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
+        leaves = counted(tree.num_leaves, "leaf", "leaves")
+        return f"step_fn returned {_shape_of(outs)}, and the state is a tree of {leaves}"
     missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
     parts = [
         f"{kind} {', '.join(paths)}"
@@ -160,7 +158,3 @@ def _shape_of(tree: Any) -> str:
         return "None"
     kind = "array" if isinstance(tree, jax.ShapeDtypeStruct) else kind
     return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
-
-
-def _shape_of_tree(tree: Any) -> str:
-    return f"tree of {counted(tree.num_leaves, 'leaf', 'leaves')}"

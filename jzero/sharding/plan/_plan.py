@@ -72,8 +72,6 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """How a step works through its microbatches."""
-
     num: int  # how many each device works through
     # For each leaf of the arguments, the dim along which it is cut; None for what they share.
     dims: tuple[int | None, ...]
@@ -152,7 +150,6 @@ class StepPlan:
 
     @property
     def num_devices(self) -> int:
-        """Devices that the state is sharded over."""
         return math.prod(size for _, size in self.axes)
 
     @property
@@ -171,7 +168,6 @@ class StepPlan:
 
     @functools.cached_property
     def layouts(self) -> tuple[StoredLayout, ...]:
-        """Layouts of all results of the step."""
         return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
 
     @property
@@ -201,7 +197,6 @@ class StepPlan:
         return "\n".join(self.rows())
 
     def rows(self) -> Iterator[str]:
-        """The plan in lines: what is stored where, then what runs when."""
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         yield f"stage {self.stage} over {axes}; reductions: {self.reductions}"

@@ -33,9 +33,6 @@ def quantize_sent(
 
     A stored copy would keep what is rounded off. So new parameters are sent as the difference to it, and only
     if they have a master: then the next difference has what was rounded off.
-
-    Raises:
-      OptionError: parameters are stored replicated, and none has a master.
     """
     products = read_by_products(frame, links)
     copies = gather_codes is not None and stage_axes.param_axes != stage_axes.shard_axes
@@ -95,11 +92,7 @@ def quantize_stored(
     leaves: Sequence[LeafPlan], stored: Sequence[StoredLeaf | None], frame: Frame, blocks: Blocks | None,
     tile_bytes: int | None,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """The leaves as they are stored: quantized, if they are already, and with `blocks` those that may be.
-
-    Raises:
-      OptionError: a leaf is quantized in another format; or some are quantized, with `tile_bytes`.
-    """
+    """The leaves as they are stored: quantized, if they are already, and with `blocks` those that may be."""
     found = [None if form is None or form.codes is None else form.codes.blocks for form in stored]
     _check_format(leaves, found, blocks)
     products = frozenset[str]()

@@ -130,7 +130,10 @@ class _Rewritten:
         sliced = [order for order in self._given[body] if order.region is body]
         values = [counts[order] for order in whole]
         stacks = [counts[order.of] for order in sliced if order.of is not None]
-        ins, rows = [*map(_jaxpr.new_var, values)], [*map(_row_of, stacks)]
+        ins, rows = (
+            [*map(_jaxpr.new_var, values)],
+            [_jaxpr.var_like(x.aval, x.aval.shape[1:]) for x in stacks],
+        )
         own = dict(zip((*whole, *sliced), (*ins, *rows), strict=True))
         changed = region.with_inner(eqn, lambda body: self.of(body, own))
         returned = [*self._returned[body]]
@@ -153,10 +156,6 @@ def _on_the_way(region: Region, home: Region) -> Region | None:
     while home.around is not None and home.around[0] is not region:
         home = home.around[0]
     return home if home.around is not None else None
-
-
-def _row_of(stack: Var) -> Var:
-    return _jaxpr.var_like(stack.aval, stack.aval.shape[1:])
 
 
 def _with_values(

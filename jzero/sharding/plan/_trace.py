@@ -84,19 +84,12 @@ def trace_whole(
     parts: Mapping[str, int], has_masters: bool, mesh_axes: dict[str, int],
     automatic: dict[str, int], is_named: bool,
 ) -> WholeBatch | None:  # fmt: skip
-    """Traces `flat_step(*leaves)` at the shapes of the whole batch.
+    """Traces `flat_step(*leaves)` at the shapes of the whole batch; None if it has collectives of its own.
 
     specs: how each leaf is sharded over the data axes; parts: into how many parts each of these splits it.
     has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
     mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
     is_named: the user has named the axis of the step's collectives.
-
-    Returns:
-      None if the step has collectives of its own over the data axes, and so is one device's already.
-
-    Raises:
-      StepError: the step calls `jax.shard_map` itself, or has mutable arrays.
-      Exception: whatever the step itself raises when traced.
     """
     traced = trace_plainly(flat_step, avals, mesh_axes, automatic, is_named)
     if traced is None:
@@ -298,12 +291,8 @@ def trace_written(
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
 
-    `varying`: whether a leaf differs between devices.
-    `keys`: whether it is a PRNG key that is folded with the device's index.
-
-    Raises:
-      StepError: it names an axis that is no data axis.
-      Exception: whatever the step itself raises when traced.
+    varying: whether a leaf differs between devices; keys: whether it is a PRNG key that is folded with the
+    device's index.
     """
     traced = trace_on_device(flat_step, avals, keys, axes, automatic)
     # One device is no special case: its plan and its refusals are those of many.
