@@ -130,7 +130,7 @@ def given_step(plan: StepPlan, analysis: Analysis, time: TimeAxis | None) -> Giv
     Raises:
       CannotPartitionError: it reads a leaf that the plan does not read.
     """
-    whole, frame = analysis.whole, analysis.frame
+    whole, frame = analysis.whole_batch, analysis.frame
     if whole is None:
         jaxpr = frame.jaxpr
         flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])

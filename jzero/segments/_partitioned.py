@@ -116,7 +116,7 @@ class Partitioned:
 
     def repeated(self, plan: StepPlan, analysis: Analysis) -> tuple[float, list[Repeated]]:
         """The flops of the step, and what its devices repeat of them."""
-        whole = analysis.whole
+        whole = analysis.whole_batch
         if whole is None:
             return 0, []
         num = plan.num_devices * plan.accumulate

@@ -184,7 +184,7 @@ def build(
     written = runs.found
     movements = with_paths(written.movements, local.traced.out_tree)
     check_movements(movements, config.options.comm.max_gather_bytes)
-    traced = local.traced.whole or local.traced.frame
+    traced = local.traced.whole_batch or local.traced.frame
     return Program(
         written.described(plan),
         runs,

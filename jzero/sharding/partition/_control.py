@@ -87,6 +87,7 @@ class _LoopWriter:
     eqn: Eqn
     ins: list[DeviceValue]
     run: RunRegion
+    init: list[DeviceValue] = dataclasses.field(init=False)  # of the carries
 
     @functools.cached_property
     def effect_tokens(self) -> list[Atom]:
@@ -114,19 +115,17 @@ class _LoopWriter:
         for value in values:
             self.frame.reduce(value)
 
-    def layouts(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
+    def layouts(self) -> list[_CarryLayout]:
         return [
             _CarryLayout(self.frame.replicated(v.aval.shape) if own else v.layout, v.rows)
-            for v, own in zip(init, self.is_own(), strict=False)
+            for v, own in zip(self.init, self.is_own(), strict=False)
         ]
 
     def is_own(self) -> list[bool]:
         return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
-    def carried(
-        self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]
-    ) -> list[DeviceValue]:  # fmt: skip
-        return [_new(v.aval, c.layout, c.rows) for c, v in zip(carries, init, strict=True)]
+    def carried(self, carries: Sequence[_CarryLayout]) -> list[DeviceValue]:
+        return [_new(v.aval, c.layout, c.rows) for c, v in zip(carries, self.init, strict=True)]
 
     def after(
         self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
@@ -155,7 +154,7 @@ class _ScanWriter(_LoopWriter):
         self.reduce([v for v, kept in zip(self.init, self.accumulates, strict=True) if not kept])
         # Devices do not divide iterations: each has its shard of every slice.
         self.stacks = [*map(self._stack, self.xs)]
-        carries = self.layouts(self.init)
+        carries = self.layouts()
         # The first attempt takes zeros for a partial sum: its program must not be used.
         least = 1 if any(map(self._from_zero, range(len(carries)))) else 0
         for attempt in range(_ATTEMPTS):
@@ -213,7 +212,7 @@ class _ScanWriter(_LoopWriter):
         stacks = map(self._is_accumulated, self.eqn.outvars[len(carries) :])
         ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
         inner.accumulated = frozenset(x for x, waits in ends if waits)
-        carried, tokens = self.carried(carries, self.init), self.enter_effects(inner)
+        carried, tokens = self.carried(carries), self.enter_effects(inner)
         for j, value in enumerate(carried):
             # Zeros become a partial sum when a partial sum is added to them.
             value.fill = self.init[j].fill if attempt == 0 and self._from_zero(j) else None
@@ -247,7 +246,7 @@ class _ScanWriter(_LoopWriter):
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
         frame.reason = ITERATIONS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
         sliced = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
-        found = self.carried(carries, self.init)
+        found = self.carried(carries)
         found += [self._stacked(var, v) for var, v in zip(stacks, rows, strict=True)]
         ended = [*map(_jaxpr.new_var, tokens)]
         frame.eqns.append(
@@ -437,9 +436,9 @@ class _WhileWriter(_LoopWriter):
         self, pinned: Callable[[_CarryLayout], _CarryLayout], replicated: bool = False
     ) -> list[DeviceValue] | None:  # fmt: skip
         """The loop; None if devices leave it by themselves, and would have to communicate in it."""
-        carries = [*map(pinned, self.layouts(self.init))]
+        carries = [*map(pinned, self.layouts())]
         for attempt in range(_ATTEMPTS):
-            inner, carried = self.inner(self.body), self.carried(carries, self.init)
+            inner, carried = self.inner(self.body), self.carried(carries)
             vars = [*_vars(carried), *self.enter_effects(inner)]
             outs = self.run(inner, self.body, [*map(inner.entered, self.body_consts), *carried])
             for v in outs:
@@ -474,7 +473,7 @@ class _WhileWriter(_LoopWriter):
                 return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
-        found = self.carried(carries, self.init)
+        found = self.carried(carries)
         like = _without_consts(self.eqn, "cond_jaxpr", cond)
         like = _without_consts(like, "body_jaxpr", body)
         params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
@@ -488,7 +487,7 @@ class _WhileWriter(_LoopWriter):
     def _predicate(
         self, carries: Sequence[_CarryLayout], replicated: bool
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
-        test, carried = self.inner(self.cond), self.carried(carries, self.init)
+        test, carried = self.inner(self.cond), self.carried(carries)
         vars = [*_vars(carried), *self.enter_effects(test)]
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn

@@ -48,7 +48,7 @@ def hints_of(
 
     def before(region: Region, eqn: Eqn, hints: Sequence[Hint | None]) -> list[Hint | None]:
         out = hints[0] if hints else None
-        asks = out is not None and _is_cut(out.layout)
+        asks = out is not None and out.layout.axes
         if eqn.primitive.name in _ADDS and not asks:
             found = _of_state(region, eqn, held)
             if found is not None:
@@ -62,7 +62,7 @@ def _held(step: Region, ins: Sequence[Layout | None]) -> dict[ValueIn, Layout | 
     """Layouts of the state, and of values that are elementwise in it."""
     pairs = zip(step.jaxpr.invars, ins, strict=True)
     starts: dict[ValueIn, Layout | None] = {
-        (step, v): x for v, x in pairs if x is not None and _is_cut(x)
+        (step, v): x for v, x in pairs if x is not None and x.axes
     }
     return _dataflow.forward(step, starts, _after, lambda a, b: a or b, None, _state_across)
 
@@ -86,11 +86,7 @@ def _of_state(
 def _hint(layout: Layout, leaf: str, is_direct: bool = True) -> Hint | None:
     """None for an empty hint. A scalar has no leaf: a factor of all gradients depends on all of them."""
     leaf = leaf if layout.dims else ""
-    return Hint(layout, is_direct, leaf) if leaf or _is_cut(layout) else None
-
-
-def _is_cut(layout: Layout) -> bool:
-    return bool(layout.axes)
+    return Hint(layout, is_direct, leaf) if leaf or layout.axes else None
 
 
 def _join(a: Hint | None, b: Hint | None) -> Hint | None:
@@ -98,15 +94,14 @@ def _join(a: Hint | None, b: Hint | None) -> Hint | None:
     if a is None or b is None:
         return a or b
     leaf = a.leaf or b.leaf
-    if a.is_direct != b.is_direct and _is_cut(a.layout) and _is_cut(b.layout):
+    if a.is_direct != b.is_direct and a.layout.axes and b.layout.axes:
         return (a if a.is_direct else b)._replace(leaf=leaf)
-    asks = [x for x in (a, b) if _is_cut(x.layout)]
+    asks = [x for x in (a, b) if x.layout.axes]
     direct = not asks or any(x.is_direct for x in asks)
     return Hint(joined(a.layout, b.layout), direct, leaf)
 
 
 def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
-    """The hints of an equation's operands."""
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
     out = outs[0] if outs else None

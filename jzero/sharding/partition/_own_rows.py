@@ -7,7 +7,7 @@ operand's dim and the indices' are one factor, and it runs on shards of both.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,31 +26,24 @@ _NAMES = {
 }  # fmt: skip
 
 
-class _OwnColumn(NamedTuple):
-    column: int  # that counts along a dim of the indices
-    operand: int  # the dim of the operand that it is an index of
-    indices: int  # that dim of the indices
-
-
 def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
     """The equation; if it looks up each row in itself, with batching dims."""
     names = _NAMES.get(eqn.primitive.name.partition("-")[0].partition("_")[0])
     if names is None or (columns := _columns(region, eqn)) is None:
         return [eqn]
-    found = _found(
-        region, eqn, columns, [getattr(eqn.params["dimension_numbers"], n) for n in names]
-    )
-    if found is None:
-        return [eqn]
     numbers = eqn.params["dimension_numbers"]
-    map_, gone, of_operand, of_indices = (list(getattr(numbers, name)) for name in names)
-    map_.remove(found.operand)
-    gone.remove(found.operand)
-    pairs = sorted([*zip(of_operand, of_indices, strict=True), (found.operand, found.indices)])
+    dims = [list(getattr(numbers, name)) for name in names]
+    if (found := _own_column(region, eqn, columns, dims)) is None:
+        return [eqn]
+    column, d, k = found
+    map_, gone, of_operand, of_indices = dims
+    map_.remove(d)
+    gone.remove(d)
+    pairs = sorted([*zip(of_operand, of_indices, strict=True), (d, k)])
     dims = [map_, gone, [a for a, _ in pairs], [b for _, b in pairs]]
     new = numbers._replace(**dict(zip(names, map(tuple, dims), strict=True)))
     params = eqn.params | {"dimension_numbers": new, "indices_are_sorted": False}
-    rest = [x for i, x in enumerate(columns) if i != found.column]
+    rest = [x for i, x in enumerate(columns) if i != column]
     operand, _, *others = eqn.invars
     if len(rest) == 1:
         return [eqn.replace(invars=[operand, rest[0], *others], params=params)]
@@ -72,7 +65,10 @@ def _columns(region: Region, eqn: Eqn) -> list[Atom] | None:
     return [*maker.invars] if maker.params["dimension"] == last and alone else None
 
 
-def _found(region: Region, eqn: Eqn, columns: list[Atom], dims: list[Any]) -> _OwnColumn | None:
+def _own_column(
+    region: Region, eqn: Eqn, columns: list[Atom], dims: list[list[int]]
+) -> tuple[int, int, int] | None:
+    """A column that counts along a dim of the indices: its number, the operand's dim, and that dim."""
     map_, gone, _, of_indices = dims
     shape, places = eqn.invars[0].aval.shape, range(eqn.invars[1].aval.ndim - 1)
     if len(columns) < 2:
@@ -81,7 +77,7 @@ def _found(region: Region, eqn: Eqn, columns: list[Atom], dims: list[Any]) -> _O
         for k in places:
             same = shape[d] == column.aval.shape[k] > 1
             if d in gone and k not in of_indices and same and _counts(region, column, k):
-                return _OwnColumn(i, d, k)
+                return i, d, k
     return None
 
 

@@ -201,7 +201,7 @@ class _Stages:
         source = self.parts.mark(self.source)
         self.writer.add(_jaxpr.PRIMITIVES["all_gather"], [row], [rows], source, **params)
         static = self.parts, x.aval.shape, str(x.aval.dtype), total.aval.shape[-1], blocks
-        return self.writer.trace(_whole, rows, static=static)[0]
+        return self.writer.trace(_dequantized, rows, static=static)[0]
 
 
 # -- traced ------------------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
     return _quantize.quantize(x.reshape(*x.shape[:-1], 1, -1), blocks)
 
 
-def _whole(
+def _dequantized(
     parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, blocks: Blocks, rows: jax.Array
 ) -> jax.Array:
     """Quantized `[q, k, bytes]` as `[n, d]`."""
     several = rows.shape[:-2]
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shape)]
-    whole = _quantize.dequantize(rows, size, dtype, blocks).reshape(*several, -1)
-    return parts.join(whole[..., : math.prod(part)].reshape(*several, *part))
+    values = _quantize.dequantize(rows, size, dtype, blocks).reshape(*several, -1)
+    return parts.join(values[..., : math.prod(part)].reshape(*several, *part))

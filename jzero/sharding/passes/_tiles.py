@@ -119,7 +119,7 @@ class _TiledSum(NamedTuple):
     cones: tuple[_Cone, ...]  # terms that are made tile by tile
     # Other terms that are gradients of slices, and what then makes those of stacks.
     slices: tuple[tuple[Atom, tuple[Eqn, ...]], ...]
-    whole: tuple[Atom, ...]  # all other terms
+    untiled: tuple[Atom, ...]  # all other terms
 
 
 class _TilePlan:
@@ -245,11 +245,11 @@ class _TilePlan:
                 cones.append(dataclasses.replace(cone, pads=pads))
         made = {term for cone in cones for term in cone.terms}
         rest = [(term, pads) for term, pads in slices if term not in made]
-        whole = tuple(term for term, pads in rest if not pads)
-        if not cones and len(whole) == len(terms):
+        untiled = tuple(term for term, pads in rest if not pads)
+        if not cones and len(untiled) == len(terms):
             return
         apart = tuple(each for each in rest if each[1])
-        total = _TiledSum(tuple(reduces), tuple(cones), apart, whole)
+        total = _TiledSum(tuple(reduces), tuple(cones), apart, untiled)
         self.ends[id(reduces[-1])] = total
         self.gone.update(map(id, [*reduces, *adds, *(eqn for _, pads in slices for eqn in pads)]))
         for cone in cones:
@@ -337,8 +337,8 @@ class _TilePlan:
         for term, pads in total.slices:
             shard = _reduced(writer, writer.read(term), total.reduces)
             found.append(_padded(writer, shard, pads))
-        if total.whole:
-            whole = _added(writer, [*map(writer.read, total.whole)])
+        if total.untiled:
+            whole = _added(writer, [*map(writer.read, total.untiled)])
             found.append(_reduced(writer, whole, total.reduces))
         return _added(writer, found)
 

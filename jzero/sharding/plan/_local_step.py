@@ -164,8 +164,8 @@ def _read_updated(found: LocalStep, step: FlatStep, config: StepConfig) -> None:
     """Retries a step that updates another argument as state; hidden states are batch-sharded."""
 
     def has_rows(name: str, results: range) -> bool:
-        whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
-        local = of_whole_batch(whole, config)
+        replicated = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
+        local = of_whole_batch(replicated, config)
         return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
@@ -215,7 +215,7 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
     ]
     if split.are_of_several_dims and (found := config.options.not_of_several_dims):
         raise _refusal(found, split.specs, named)
-    whole = tuple(
+    undivided = tuple(
         leaf for leaf, own, spec in zip(named, given, split.specs, strict=True) if own != spec
     )
     of_rows = [
@@ -231,7 +231,7 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
         tuple(map(_layout.of_spec, traced.outputs[num_new:])),
         tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs),
         (False,) * len(given),
-        whole,
+        undivided,
         functools.partial(extra_work, rows=of_rows, config=config),
     )
 
@@ -275,18 +275,18 @@ def of_one_device(step: FlatStep, config: StepConfig) -> LocalStep:
     state = jax.tree.unflatten(step.state_tree, step.state)
     failed = None
     if not holds_floats(state) or any(map(holds_optimizer_state, step.arrays.values())):
-        failed = _read_whole(step, config)
+        failed = _read_global(step, config)
     try:
         return _of_one_device(step, config)
     except Exception as error:  # It may be that of state which was split.
         if failed is None:
-            _read_whole(step, config)
+            _read_global(step, config)
         elif isinstance(error, BatchError):
             raise failed from None
         raise
 
 
-def _read_whole(step: FlatStep, config: StepConfig) -> Exception | None:
+def _read_global(step: FlatStep, config: StepConfig) -> Exception | None:
     """Reads a step by what it returns of global arguments: on a part of its state it may fail.
 
     Returns:
@@ -297,7 +297,7 @@ def _read_whole(step: FlatStep, config: StepConfig) -> Exception | None:
     """
     avals = [*step.state, *step.array_avals]
     try:
-        _trace.trace_at_whole(step.fn, avals, _step_axes(config), config.automatic)
+        _trace.trace_at_global_shapes(step.fn, avals, _step_axes(config), config.automatic)
     except (_reading.Elsewhere, StepError):
         raise
     except Exception as error:  # What it meets at the shapes of one device says more.
@@ -325,10 +325,10 @@ def _of_one_device(step: FlatStep, config: StepConfig) -> LocalStep:
         if not isinstance(error, JzeroError):
             error.add_note(_OF_ROWS)
         raise
-    whole = [*step.state, *step.array_avals]
+    avals = [*step.state, *step.array_avals]
     if not config.evaluates:
         _outputs.check_outputs(traced, step.state, step.state_tree)
-    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, config.automatic)
+    shapes = _outputs.global_shapes(traced, step.fn, avals, axes, num_new, config.automatic)
     outputs = _outputs.output_layouts(traced, shapes, num_new, config.axis_names)
     _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
     dims = tuple(_call.microbatch_dim(spec, config.axis_names) for spec in specs)

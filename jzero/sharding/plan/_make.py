@@ -78,18 +78,18 @@ def make_plan(
     """Decides where values are stored, and what runs when. An evaluation reads leaves as `stored` says."""
     stage_axes, options = config.stage_axes, config.options
     frame = local.traced.frame
-    is_whole = local.traced.whole is not None
+    is_whole = local.traced.whole_batch is not None
     _check_sizes(leaves, config)
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
     links, layouts = _laid_out(frame, tables, leaves, config, stored)
     shared = _distributed(frame, links, layouts, config)
     if shared.distributed:
-        frame, whole = shared.frame, local.traced.whole
+        frame, whole = shared.frame, local.traced.whole_batch
         if whole is not None:
             jaxpr: Any = frame.jaxpr
             whole = whole._replace(jaxpr=jaxpr)
-        traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
+        traced = dataclasses.replace(local.traced, frame=frame, whole_batch=whole)
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
         links, layouts = _laid_out(frame, tables, leaves, config, stored)
@@ -143,7 +143,7 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, shared.distributed, local.traced.whole)
+    return plan, Analysis(frame, shared.distributed, local.traced.whole_batch)
 
 
 def _laid_out(

@@ -31,10 +31,10 @@ def global_shapes(
     if not any(axes and aval.shape for aval, axes in outs):
         return None
     try:
-        whole = _trace.trace_at_whole(flat_step, avals, axes, automatic)
+        found = _trace.trace_at_global_shapes(flat_step, avals, axes, automatic)
     except Exception:
         return None
-    return [aval.shape for aval in whole.out_avals]
+    return [aval.shape for aval in found.out_avals]
 
 
 def output_layouts(

@@ -33,7 +33,9 @@ class Analysis(NamedTuple):
 
     frame: Frame  # the step's root frame
     distributed: UpdatesByCall  # the distributed updates of its jaxpr, by call
-    whole: WholeBatch | None  # the step of the whole batch; None of one with collectives of its own
+    whole_batch: (
+        WholeBatch | None
+    )  # the step of the whole batch; None of one with collectives of its own
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,15 +126,15 @@ class _Rewritten:
         if not any(self._given[body] or self._returned[body] for body in inner):
             return region.with_inner(eqn, lambda body: self.of(body, {}))
         (body,) = inner
-        whole = [order for order in self._given[body] if order.region is not body]
+        shared = [order for order in self._given[body] if order.region is not body]
         sliced = [order for order in self._given[body] if order.region is body]
-        values = [counts[order] for order in whole]
+        values = [counts[order] for order in shared]
         stacks = [counts[order.of] for order in sliced if order.of is not None]
         ins, rows = (
             [*map(_jaxpr.new_var, values)],
             [_jaxpr.var_like(x.aval, x.aval.shape[1:]) for x in stacks],
         )
-        own = dict(zip((*whole, *sliced), (*ins, *rows), strict=True))
+        own = dict(zip((*shared, *sliced), (*ins, *rows), strict=True))
         changed = region.with_inner(eqn, lambda body: self.of(body, own))
         returned = [*self._returned[body]]
         outs = [own[order] for order in returned]

@@ -8,11 +8,12 @@ A step without collectives over the data axes means what `jax.jit` makes of it: 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -39,6 +40,16 @@ StepOfLeaves: TypeAlias = Callable[..., Any]
 WHOLE, WRITTEN = "whole batch", "written"
 # Whether a step is being traced.
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+
+
+@contextlib.contextmanager
+def _step_being_traced() -> Iterator[None]:
+    """Calls of other sharded steps are refused meanwhile."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 class WholeBatch(NamedTuple):
@@ -76,7 +87,7 @@ class TracedStep:
     outputs: tuple[P, ...] = ()
     # Of a whole-batch step, which outputs have rows of the batch, gathered ones included.
     of_rows: tuple[bool, ...] = ()
-    whole: WholeBatch | None = None  # None of a step with collectives of its own
+    whole_batch: WholeBatch | None = None  # None of a step with collectives of its own
 
 
 def trace_whole(
@@ -188,6 +199,7 @@ def _spec_of(
     return P(*(names[0] if len(names) == 1 else (*names,) or None for names in split[:last]))
 
 
+@_step_being_traced()
 def trace_plainly(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], mesh_axes: dict[str, int],
     automatic: dict[str, int], is_named: bool,
@@ -196,7 +208,6 @@ def trace_plainly(
 
     With `is_named` it has, and it may fail before the first one: it may fit one device's rows alone.
     """
-    flat_step = _alone(flat_step)
     try:
         try:
             return _jaxpr.trace_whole(flat_step, avals, automatic)
@@ -233,20 +244,6 @@ def _trace_otherwise(
 
 def _is_of_shard_map(error: Exception) -> bool:
     return "passed to shard_map" in str(error)
-
-
-def _alone(fn: StepOfLeaves) -> StepOfLeaves:
-    """`fn`; calls of other sharded steps inside it are refused."""
-
-    @functools.wraps(fn)
-    def traced(*leaves: Any) -> Any:
-        token = _inside.set(True)
-        try:
-            return fn(*leaves)
-        finally:
-            _inside.reset(token)
-
-    return traced
 
 
 # What JAX says of layouts that are for Explicit axes alone, or of a mesh of such axes.
@@ -310,12 +307,12 @@ def trace_written(
     return TracedStep(frame, traced.out_tree, traced.out_avals)
 
 
+@_step_being_traced()
 def trace_on_device(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], keys: Sequence[bool],
     axes: dict[str, int], automatic: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
     """The trace of a step with collectives of its own, as one device sees it; see `trace_written`."""
-    flat_step = _alone(flat_step)
 
     @functools.wraps(flat_step)
     def folded(*leaves: jax.Array) -> Any:
@@ -375,7 +372,7 @@ def _check_axes(frame: Frame) -> None:
             things="collectives", shown=8))  # fmt: skip
 
 
-def trace_at_whole(
+def trace_at_global_shapes(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
     automatic: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
