@@ -69,36 +69,26 @@ LOOKED_UP = "rows of other devices are looked up"
 
 
 class DeviceFrame(DeviceWriter):
-    """The values of one jaxpr.
-
-    Attributes:
-      hoists: conversions of a body's operands are written outside, once for all iterations.
-      imports: variables of the enclosing frame, and their names here.
-      region: the one whose equations are being written.
-      values: those of its variables that are computed so far.
-      reason: for the report, why the current equation needs rows of other devices.
-      leaf: the leaf of all that the current equation moves; '' if each value has its own.
-      returns: the number of the step's result that is being written.
-      accumulated: results of a loop body that the loop only adds up: partial sums, reduced behind the loop.
-      diverges: only some devices may run it.
-      effect_token: the next ordered effect depends on it, [Note: the order of effects].
-    """
-
     def __init__(
         self, source: Eqn, shared: Partitioning, region: Region, outer: DeviceFrame | None = None,
         hoists: bool = True,
     ):  # fmt: skip
         still = "" if shared.time is None else shared.time.name
         super().__init__(source, shared.mesh, shared.moves, shared.prices, still)
-        self.region = region
-        self.shared, self.outer, self.hoists = shared, outer, hoists
+        self.region = region  # whose equations are being written
+        self.shared, self.outer = shared, outer
+        # Conversions of a body's operands are written outside, once for all iterations.
+        self.hoists = hoists
         self.is_loop = source.primitive.name in ("scan", "while")
-        self.imports: dict[Var, Var] = {}
-        self.diverges: bool = outer is not None and outer.diverges
-        self.values: Mapping[Var, DeviceValue] = {}
-        self.reason = self.leaf = ""
-        self.returns: int | None = None
+        self.imports: dict[Var, Var] = {}  # variables of the enclosing frame, and their names here
+        self.diverges: bool = outer is not None and outer.diverges  # only some devices may run it
+        self.values: Mapping[Var, DeviceValue] = {}  # of the region's variables, as far as computed
+        self.reason = ""  # for the report, why the current equation needs rows of other devices
+        self.leaf = ""  # of all that the current equation moves; '' if each value has its own
+        self.returns: int | None = None  # the number of the step's result that is being written
+        # Results of a loop body that the loop only adds up: partial sums, reduced behind the loop.
         self.accumulated: frozenset[Atom] = frozenset()
+        # The next ordered effect depends on it, [Note: the order of effects].
         self.effect_token: Atom = _jaxpr.scalar(0, np.int32)
         # Each pass of `jax.grad` gathers state for itself, after the last activations of the pass before.
         self._pass: str | None = None

@@ -79,14 +79,7 @@ def loops_in_time(
 
 
 class _Levels:
-    """The number of loops that must run before a value can be computed.
-
-    Attributes:
-      of, of_eqns: the level of a variable, and of an equation by its index.
-      loop: equations that run for each microbatch, by index.
-      sums: reductions over time, in order.
-      stacked: gathers over time and opened equations, in order.
-    """
+    """The level of a value: the number of loops that must run before it can be computed."""
 
     def __init__(self, region: Region, differs: Collection[Var], axis: str):
         self.frame, self._axis = region, axis
@@ -94,7 +87,9 @@ class _Levels:
         self.maker = region.makers
         self.of = dict.fromkeys([*region.jaxpr.constvars, *region.jaxpr.invars], 0)
         self.of_eqns = list[int]()
-        self.loop, self.sums, self.stacked = set[int](), dict[int, None](), dict[int, None]()
+        self.loop = set[int]()  # equations that run for each microbatch
+        self.sums = dict[int, None]()  # reductions over time, in order
+        self.stacked = dict[int, None]()  # gathers over time and opened equations, in order
         for index, eqn in enumerate(region.jaxpr.eqns):
             self._place(index, eqn)
 

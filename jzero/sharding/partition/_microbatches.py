@@ -91,13 +91,7 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
 
 
 class _LoopsWriter:
-    """Writes the loops of a program, and of programs inside it.
-
-    Attributes:
-      rows: arguments with the rows of all microbatches, and along which dim.
-      stacks: `[microbatches, ...]` of values that are returned or passed for each microbatch.
-      at_once: values that are computed from all microbatches at once.
-    """
+    """Writes the loops of a program, and of programs inside it."""
 
     def __init__(
         self, region: Region, facts: Mapping[ValueIn, bool], accumulation: MicrobatchLoops,
@@ -112,9 +106,11 @@ class _LoopsWriter:
             region, self.differs, self.axis, self.num, accumulation.devices,
             accumulation.gather_once,
         )  # fmt: skip
-        self.at_once = [*self.plan.said.at_once]
+        self.at_once = [*self.plan.said.at_once]  # computed from all microbatches at once
         self.outer = JaxprWriter(source)
+        # Arguments with the rows of all microbatches, and along which dim.
         self.rows: dict[Var, tuple[Var, int]] = {}
+        # `[microbatches, ...]` of values that are returned or passed for each microbatch.
         self.stacks: dict[Var, Var] = {}
 
     def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
@@ -285,23 +281,16 @@ class _LoopsWriter:
 
 
 class _Microbatch:
-    """The equations of one microbatch in one loop.
-
-    Attributes:
-      writer: writes them, with variables of its own.
-      number: of the microbatch.
-      consts: values from outside that it reads, and their names inside.
-      rows: its slices of stacks that it reads, and their names inside.
-      made: variables of the program that it computes.
-    """
+    """The equations of one microbatch in one loop."""
 
     def __init__(self, loops: _LoopsWriter, loop: LoopInTime, stacks: Sequence[Var]):
         self._loops = loops
         self.writer = JaxprWriter(loops.outer.source)
         self.number = _jaxpr.var_like(None, (), np.dtype(np.int32))
-        self.consts: dict[Atom, Var] = {}
+        self.consts: dict[Atom, Var] = {}  # values from outside, and their names inside
+        # Slices of stacks that it reads, by the stacked variable.
         self.rows = {var: _jaxpr.new_var(var) for var in loop.reads}
-        self.made = set[Var]()
+        self.made = set[Var]()  # variables of the program that it computes
         self._names: dict[Var, Atom] = dict(self.rows)
         stacked = {*stacks}
         for index in loop.eqns:

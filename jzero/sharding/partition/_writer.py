@@ -53,14 +53,7 @@ class DeviceMove(NamedTuple):
 
 
 class DeviceWriter(JaxprWriter):
-    """Writes one device's equations.
-
-    Attributes:
-      mesh: the axes, and how many devices each has.
-      moves: a record of each collective, by its result.
-      prices: of collectives along each axis.
-      still: an axis along which conversions must not communicate.
-    """
+    """Writes one device's equations. Conversions must not communicate along the axis `still`."""
 
     def __init__(
         self,
@@ -71,6 +64,7 @@ class DeviceWriter(JaxprWriter):
         still: str = "",
     ):
         super().__init__(source)
+        # `moves` records each collective, by its result.
         self.mesh, self.moves, self.prices = mesh, moves, prices
         self.still = still
         self._index: dict[tuple[str, ...], Atom] = {}

@@ -67,17 +67,13 @@ def in_order(jaxpr: Jaxpr, marks: bool = False) -> Jaxpr:
 
 
 class _OnHostWriter:
-    """Writes a program.
-
-    Attributes:
-      there: copies on the host that the backward pass is yet to fetch, by what they are copies of.
-      leaving: copies on the host that nobody has waited for yet, in their order.
-      marks: nothing moves here: what others are to move is marked.
-    """
+    """Writes a program. With `marks` nothing moves here: what others are to move is marked."""
 
     def __init__(self, region: Region, waiting: Mapping[ValueIn, Residual], marks: bool = False):
         self.region, self.waiting, self.marks = region, waiting, marks
-        self.there, self.leaving = dict[Var, Var](), list[Var]()
+        # Copies on the host that the backward pass is yet to fetch, by what they are copies of.
+        self.there = dict[Var, Var]()
+        self.leaving = list[Var]()  # copies on the host that nobody has waited for yet, in order
         eqns = region.jaxpr.eqns
         self.writer = JaxprWriter(eqns[0]) if eqns else None
 

@@ -123,15 +123,7 @@ class _TiledSum(NamedTuple):
 
 
 class _TilePlan:
-    """What is tiled of the equations of one program, by the ids of equations.
-
-    Attributes:
-      products: products with a gathered matrix.
-      begins: terms of sums in tiles, by the equation in whose place their loop comes.
-      ends: sums, by the last equation that reduces them.
-      gone: equations of which nothing is left.
-      shards: what was written for the sum of terms in tiles.
-    """
+    """What is tiled of the equations of one program, by the ids of equations."""
 
     def __init__(
         self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int, parts_of: _PartsOf
@@ -139,10 +131,12 @@ class _TilePlan:
         self.region, self.found, self.parts_of = region, found, parts_of
         self.nbytes, self.itemsize = nbytes, itemsize
         self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
-        self.products, self.gone = dict[int, _Cone](), set[int]()
+        self.products = dict[int, _Cone]()  # with a gathered matrix
+        # Terms of sums in tiles, by the equation in whose place their loop comes.
         self.begins = dict[int, tuple[_Cone, _TiledSum]]()
-        self.ends = dict[int, _TiledSum]()
-        self.shards = dict[_Cone, Atom]()
+        self.ends = dict[int, _TiledSum]()  # by the last equation that reduces them
+        self.gone = set[int]()  # equations of which nothing is left
+        self.shards = dict[_Cone, Atom]()  # what was written for the sum of terms in tiles
         for eqn in region.jaxpr.eqns:
             if _scatters(eqn) and id(eqn) not in self.gone:
                 self._plan_sum(eqn)
