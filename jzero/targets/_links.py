@@ -40,7 +40,8 @@ def with_links(target: Target, bandwidths: Mapping[int, float]) -> Target:
     return dataclasses.replace(target, domains=tuple(domains))
 
 
-# Of the links' bandwidth; the rest are flags (NCCL's src/graph/tuning.cc has this figure for its ring).
+# The share of the links' bandwidth that is data; the rest are flags (NCCL, src/graph/tuning.cc, for its
+# ring).
 _LL128_SHARE = 0.92
 
 

@@ -218,7 +218,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
 
 
 def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Into parts of whole blocks, of a dim that is cut in blocks."""
+    """A dim that is cut in blocks, into parts of whole blocks."""
     value, d = ins[0], eqn.params["axis"]
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     parts = [_blocks(value.layout, d, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]

@@ -414,7 +414,7 @@ class _WhileWriter(_LoopWriter):
         return inner
 
     def hoists(self) -> bool:
-        """Also out of a loop that each device leaves by itself, which must not gather."""
+        """A loop that each device leaves by itself must not gather, and hoists too."""
         return self.alone or super().hoists()
 
     def _note_rows(self, carries: Sequence[Layout]) -> None:
@@ -543,7 +543,7 @@ def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     layout = known[0].layout
     for v in known[1:]:
         layout = common(layout, v.layout)
-    # If one branch returns a partial sum, all do: of another branch's value the first device has all.
+    # If one branch returns a partial sum, all do: the first device has all of another branch's value.
     partial = {p.axis: p for v in known for p in v.layout.partial}
     return dataclasses.replace(layout, partial=tuple(partial.values()))
 

@@ -34,7 +34,7 @@ def run_distributed(
     frame: DeviceFrame, region: Region, eqn: Eqn, distributed: MatrixBucket | MatrixBatch,
     ins: Sequence[DeviceValue], run: RunRegion,
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes an update call, of which each device runs a part; the results are sharded."""
+    """Writes an update call: each device runs a part of it, and the results are sharded."""
     values = dict(zip(map(_jaxpr.variable, eqn.invars), ins, strict=True))
     for each in distributed.subgraphs:
         for var, dim in zip(each.reads, each.sharded, strict=True):

@@ -22,7 +22,7 @@ from jzero.sharding.partition._values import DeviceValue, followed, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# By a factor's index, the cuts of its dim; of a padded dim, its size and padding too.
+# The dim of each chosen factor, by the factor's index: its cuts; if it is padded, its size and padding too.
 FactorCuts = Mapping[int, Dim]
 
 
@@ -65,7 +65,7 @@ def partial_through(
     if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
     if eqn.primitive.name == "slice":
-        # Before it, what others read too is reduced once for all; looked up rows are few.
+        # One reduction before the slice serves other readers too. Looked-up rows are few.
         readers = frame.region.readers.get(_jaxpr.variable(eqn.invars[0]), ())
         if len(readers) > 1 or ins[0].looked_up:
             return ()

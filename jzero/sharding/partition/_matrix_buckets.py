@@ -25,12 +25,12 @@ class MatrixBucket:
 
     @property
     def reads(self) -> list[tuple[Var, ...]]:
-        """For each value that an update reads, that of each of them."""
+        """For each value that an update reads, the variables of all updates."""
         return [*zip(*(subgraph.reads for subgraph in self.subgraphs), strict=True)]
 
     @property
     def gives(self) -> list[tuple[Var, ...]]:
-        """For each result of an update, that of each of them."""
+        """For each result of an update, the variables of all updates."""
         return [*zip(*(subgraph.gives for subgraph in self.subgraphs), strict=True)]
 
 

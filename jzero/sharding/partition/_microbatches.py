@@ -51,7 +51,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 class MicrobatchLoops(NamedTuple):
     time: TimeAxis
-    # In which floats are accumulated; None for the wider of float32 and their own.
+    # Floats are accumulated in it; None is the wider of float32 and their own.
     dtype: DTypeLike | None
     gather_once: bool  # one gather of the state serves all microbatches
     devices: int

@@ -11,7 +11,7 @@ from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMov
 
 # The reason of a loop along the batch that is not a sum; the report also suggests what its rows may be.
 ITERATIONS_DEPEND = "a loop along the batch whose iterations depend on each other"
-# Gradients of leaves, and weights computed from leaves, are none of these.
+# It is not said of gradients of leaves, nor of weights that are computed from leaves.
 REPLICATED = "every device gets an intermediate value whole"
 LEAST_BYTES = 2**20  # of a replicated value that somebody would miss
 _READ_WEIGHTS = named(Cost.PRODUCT, Cost.LOOKUP, Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW)

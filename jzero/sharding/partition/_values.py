@@ -29,7 +29,7 @@ class DeviceValue:
     # Variables that hold it, by layout.
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()  # axes over which it is batch-sharded
-    # Of `rows`, the axes that an all-to-all has moved to another dim than the batch dim.
+    # The axes in `rows` that an all-to-all has moved to another dim than the batch dim.
     exchanged: frozenset[str] = frozenset()
     # `make(frame, layout)` writes it in any layout at little cost. Without it, it must be converted.
     make: Callable[..., Atom] | None = None
@@ -48,7 +48,7 @@ class DeviceValue:
     cast: tuple[Eqn, DeviceValue] | None = None
     # Casts of state by dtype: equal casts share a gather.
     casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
-    # Of gathered state, the pass that each gather serves.
+    # The pass of `jax.grad` that each gather of state serves.
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
     # Axes over which it is device-varying, [Note: device-varying values].
     own: frozenset[str] = frozenset()

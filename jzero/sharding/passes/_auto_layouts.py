@@ -30,7 +30,7 @@ from jzero.tracing._types import Atom, Eqn
 
 # For each dim, the axes over which XLA shards it; trailing dims may be missing.
 AutoSpec: TypeAlias = tuple[tuple[str, ...], ...]
-# Of an equation that moves a value, how XLA shards its operand; nothing if it does not, or nobody knows.
+# How XLA shards the operand of an equation that moves it; () if it does not, or that is unknown.
 SpecOf: TypeAlias = Callable[[Region, Eqn], AutoSpec]
 # For each dim, the axes over which XLA may shard it: what several operands say, or readers. Trailing dims may
 # be missing.

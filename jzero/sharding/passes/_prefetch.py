@@ -63,7 +63,7 @@ def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
 @dataclasses.dataclass(frozen=True)
 class _Scope:
     autodiff: str | None = None  # the pass around it
-    # Of its arguments, what a loop's iteration before has computed.
+    # Arguments that the iteration before has computed.
     late: frozenset[Var] = frozenset()
     # In a loop of one pass, what the next iteration reads its results as; None elsewhere.
     following: Mapping[Var, Var] | None = None

@@ -56,7 +56,7 @@ def quantize_reductions(
 ) -> Jaxpr:  # fmt: skip
     """One device's program that reduces the gradients of some leaves quantized.
 
-    A sum of which a pass computes something else is exact, and so are the sums of forward passes.
+    Sums of forward passes stay exact, and sums from which a pass computes anything but gradients of leaves.
     """
     program = Region(jaxpr, [])
     found, mixed = _origins.origins(program, rows), _mixed(program)

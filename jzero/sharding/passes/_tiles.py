@@ -45,7 +45,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # What stands for a value of the program where something is written.
 ReadAtom = Callable[[Atom], Atom]
-# Of an equation that moves a value, into how many parts XLA cuts some of its dims.
+# The number of parts into which XLA cuts each dim of the value that an equation moves.
 _PartsOf = Callable[[Region, Eqn], Mapping[int, int]]
 
 
@@ -135,7 +135,7 @@ class _TilePlan:
         # Terms of sums in tiles, by the equation in whose place their loop comes.
         self.begins = dict[int, tuple[_Cone, _TiledSum]]()
         self.ends = dict[int, _TiledSum]()  # by the last equation that reduces them
-        self.gone = set[int]()  # equations of which nothing is left
+        self.gone = set[int]()  # equations that are not written
         self.shards = dict[_Cone, Atom]()  # what was written for the sum of terms in tiles
         for eqn in region.jaxpr.eqns:
             if _scatters(eqn) and id(eqn) not in self.gone:
@@ -179,7 +179,7 @@ class _TilePlan:
             if (way := _through(before, after, eqn, place, dim)) is not None
         }
         kept = [dim for dim, way in ways.items() if way[-1].factor.outs[0] is not None]
-        # Of products that sum over what XLA cuts, it would sum up each tile's over its axes.
+        # If a product sums over a dim that XLA cuts, XLA would add up each tile's result over its axes.
         ways = {dim: way for dim, way in ways.items() if dim in kept or dim not in parts}
         shape = shape_of_part(whole.aval.shape, parts)
         tiles = cut(shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)

@@ -19,16 +19,16 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # [Note: what is done to whole stacks]
-# An iteration stacks what it has before some last equations of it, each of which reads one value that nothing
-# else reads. Those are casts, where the stack is smaller without them, and reductions, where the whole stack
-# has so few bytes that more of it is nothing to hold, and nothing to wait for; with the casts behind them.
-# Elementwise equations and sums over devices do the same to a stack as to its slices.
+# An iteration stacks the operand of its last equations instead of their result, and the equations run once,
+# on the stack: elementwise equations and sums over devices do the same to a stack as to its slices. These are
+# casts, if the stack is smaller without them, and reductions (with the casts behind them) if the stack is
+# small, so that holding it unreduced and waiting for its reduction cost little. Nothing else may read a value
+# in between.
 
 # [Note: slices that are only copied]
 # XLA:GPU copies a slice into its stack as soon as it is there, beside the products. It waits at once for a
 # reduction that is only copied: nothing hides it (jaxlib 0.12.0.1, H200; a barrier until the end of the
-# iteration makes it worse). So such a slice is selected, by a condition of which XLA does not know that it
-# holds.
+# iteration makes it worse). So such a slice is selected, by a condition that XLA cannot know to be true.
 
 
 def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:

@@ -29,7 +29,7 @@ from jzero.sharding.plan._stages import StageAxes
 
 Leaves = tuple[LeafPlan, ...]
 _DEVICE_BYTES = 2**30  # of parameters in files, where nothing else was said
-# What the programs of one step for batches of several shapes have in common, by what makes it the same.
+# What the programs of one step share, which are for batches of several shapes.
 Shared = MutableMapping[Any, Any]
 
 

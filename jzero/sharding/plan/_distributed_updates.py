@@ -36,8 +36,8 @@ from jzero.tracing._types import Eqn, Var
 
 # [Note: bucket calls]
 # A bucket runs when all its matrices are there, and the readers of any of its results run after it. So its
-# equations become one call at the place of the last of them, and readers move behind it. Updates of which one
-# depends on another (a leaf that the step updates twice) cannot share a bucket.
+# equations become one call at the place of the last of them, and readers move behind it. An update and one
+# that depends on it (the step updates a leaf twice) cannot share a bucket.
 
 _SLICES = "slices"  # an axis in the place of all that shard leaves
 ALONE = "no other update is like it"

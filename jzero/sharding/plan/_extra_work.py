@@ -87,7 +87,7 @@ def extra_work(
     for x in rows:
         ratios[x.leaf] *= _padded(x) / x.size if x.size else 1
     ratio = max(ratios.values(), default=1)
-    # Of each line, copies are what is no more than these; the rest has other reasons.
+    # What padding explains of a line's extra work are copies of rows; the rest has other reasons.
     padding = sum(min(x.extra, (ratio - 1) * x.flops) for x in repeated)
     others = [x._replace(extra=x.extra - (ratio - 1) * x.flops) for x in repeated]
     others = sorted((x for x in others if x.extra > 0), key=lambda x: -x.extra)
@@ -157,10 +157,10 @@ def _run_whole(
     axes = tuple(config.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
     rows = [x for x in rows if {*x.axes} == {*axes}]
-    # Of minibatches dim 0 counts them, and a loop has as many iterations.
+    # A loop over minibatches has as many iterations as dim 0 has elements.
     lengths = frozenset[int]().union(*(x.loops for x in lines[:_SHOWN]))
     looped = [x for x in rows if x.size in lengths and x.num_dims > 1]
-    # Of consecutive slices, each of which is on few devices, a slice with every n-th row has some of each.
+    # Consecutive slices are on few devices each; a slice with every n-th row has rows of all.
     slices = frozenset[int]().union(*(x.row_loops for x in lines[:_SHOWN]))
     devices = math.prod(config.axes.values())
     strides = [n for n in slices if rows and all(x.size % (n * devices) == 0 for x in rows)]

@@ -123,7 +123,7 @@ def _automatic(
 
 
 def _global_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """The global shape of an argument, of which a microbatch of one device has `local`."""
+    """The global shape of an argument; a microbatch of one device has `local`."""
     parts = [math.prod(batch_axes[axis] for axis in _call.spec_axes(entry)) for entry in spec]
     return (*map(operator.mul, local, parts), *local[len(parts) :])
 

@@ -49,7 +49,7 @@ class LeafPlan:
     # The form of a leaf that is stored quantized; the other fields then describe its rows of bytes.
     codes: QuantizedForm | None = None
     uncut: str = ""  # why XLA does not shard it as its spec says
-    # Of a parameter, the layout in which its gradient is reduced.
+    # The layout in which a parameter's gradient is reduced.
     gradient: StoredLayout = REPLICATED
     cuts: tuple[int, ...] = ()  # for each dim of `automatic`, the number of parts
 
@@ -190,7 +190,7 @@ def plan_as_found(
     moved = plan_from_shapes(leaves, stage_axes)
     for leaf, form, target, var in zip(leaves, stored, moved, variables, strict=True):
         plan = (None if form is None else _as_found(leaf, form, stage_axes, sizes)) or target
-        # Of integers, too: weights may be quantized.
+        # Integers too: weights may be quantized.
         role = PARAMETER if leaf.splittable else OTHER
         plans.append(dataclasses.replace(plan, role=role))
         if isinstance(plan.layout, Shard):

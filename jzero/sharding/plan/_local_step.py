@@ -36,7 +36,7 @@ from jzero.tracing._returned import Found, as_given, holds_floats, holds_optimiz
 from jzero.tracing._signature import Signature
 from jzero.tracing._state_arguments import parts
 
-# Below an error of a step with collectives of its own.
+# A note on errors of a step with collectives of its own.
 _OF_ROWS = (
     "jzero: a step with collectives of its own sees the rows of one device, and, unlike under jax.pmap, "
     "keeps their dim: take keys[0] of a key for each device, and pass a batch as [rows, ...] and a state "
@@ -198,7 +198,7 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
     )  # fmt: skip
     if batch is None:
         return None
-    # An evaluation has that of its training.
+    # An evaluation has the axis name of its training.
     if config.axis_name is not None and not config.evaluates:
         raise OptionError(message(
             _call.WHO,

@@ -101,7 +101,7 @@ def make_plan(
             layouts, frame, links, stage_axes, options.comm.gather_dtype
         )
     placed, update = backend.store(layouts, frame, config.mesh, stage_axes)
-    # Of what is one device's, or one microbatch's, arguments have so many times the shape.
+    # If the step's shapes are one device's and one microbatch's, arguments are so many times as large.
     times = dict.fromkeys(config.axes, 1) if is_whole else config.batch_axes
     interface = interface_of(frame, links, stage_axes, placed, local.specs, times, update)
     waiting = residuals(frame, Frame.varies) if options.moves_activations else {}
@@ -201,6 +201,8 @@ def _loop_bytes(config: StepConfig) -> int:
     if config.options.offload.streams:
         return config.options.offload.window.device_bytes // 2
     devices = list(config.mesh.local_devices) if isinstance(config.mesh, Mesh) else []
-    there = devices and devices[0].addressable_memories()  # Of those to compile for nobody asks.
+    there = (
+        devices and devices[0].addressable_memories()
+    )  # A device that is only compiled for has none.
     stats = devices[0].memory_stats() if there else None
     return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2

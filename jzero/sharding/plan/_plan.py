@@ -43,9 +43,9 @@ class Exchange:
     """When parameters are gathered and gradients reduced, and in which dtype."""
 
     reduce_once: bool  # gradients of microbatches are reduced after the last one, not for each
-    # In which gradients are reduced; None for the dtype in which the step has them.
+    # Gradients are reduced in it; None is the dtype in which the step has them.
     reduce_dtype: Any
-    # In which those of microbatches are summed; None for the wider of float32 and theirs.
+    # Those of microbatches are summed in it; None is the wider of float32 and theirs.
     accumulate_dtype: Any
     gather_once: bool  # one gather serves all microbatches
     keep_gathered: bool  # one gather serves the forward and the backward pass
@@ -56,7 +56,7 @@ class Exchange:
     loop_bytes: int | None = None
     # Larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
     tile_bytes: int | None = None
-    # In which passes gather parameters; None for their own dtypes.
+    # Passes gather parameters in it; None is their own dtypes.
     gather_codes: Blocks | None = None
     # By data axis, in which gradients travel over it; None for their own dtypes.
     reduce_codes: tuple[tuple[str, Blocks | None], ...] = ()
@@ -115,7 +115,7 @@ class StepPlan:
     device_bytes: int  # the most bytes of offloaded leaves on each device at any time
     # Layouts of the values that programs take from the caller and pass to each other.
     interface: ProgramInterface
-    # Of the step's variables, by where its jaxpr makes them; the same on every process.
+    # The step's variables, named by where its jaxpr makes them; the same on every process.
     names: Mapping[_jaxpr.Var, str]
     evaluates: bool = False  # the step reads its state, and returns none
     updates: bool = True  # some leaf comes back as another value

@@ -81,7 +81,7 @@ def _has_master(frame: Frame, index: int) -> bool:
             continue
         seen.add(var)
         eqn = frame.jaxpr.eqns[frame.makers[var]]
-        # What the batch has a part in is a gradient, or follows from one.
+        # What depends on the batch is a gradient, or computed from one.
         if not any(frame.reads(eqn)):
             due += variables(eqn.invars)
     return True

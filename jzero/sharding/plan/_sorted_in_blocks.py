@@ -43,7 +43,7 @@ def sorted_in_blocks(
 
 
 def _facts(region: Region, rows: set[ValueIn], num: int) -> Facts:
-    """With the orders of all sorts that no equation forbids."""
+    """The orders of all sorts that no equation forbids, and facts about values."""
     kept = frozenset[EqnIn]()
     while True:
         facts = Facts(rows, num, kept)
@@ -71,7 +71,7 @@ class _Rewritten:
 
     def __init__(self, facts: Facts, program: Region):
         self._facts = facts
-        # Of each region: the orders whose counts are made there, are given to it, and are returned.
+        # For each region, the orders whose counts are made there, passed to it, and returned.
         self._made, self._given, self._returned = (
             collections.defaultdict[Region, dict[Order, None]](dict) for _ in range(3)
         )

@@ -83,9 +83,9 @@ class TracedStep:
     frame: Frame
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
-    # Of a whole-batch step, how each output is sharded over the data axes.
+    # How each output of a whole-batch step is sharded over the data axes.
     outputs: tuple[P, ...] = ()
-    # Of a whole-batch step, which outputs have rows of the batch, gathered ones included.
+    # Which outputs of a whole-batch step have rows of the batch, gathered ones included.
     of_rows: tuple[bool, ...] = ()
     whole_batch: WholeBatch | None = None  # None of a step with collectives of its own
 
@@ -117,7 +117,7 @@ def trace_whole(
 
 
 def _blocks(specs: Sequence[P], parts: Mapping[str, int]) -> int:
-    """In how many blocks the rows are sharded, if all are alike; else 1."""
+    """The number of blocks in which rows are sharded along dim 0; 1 if arguments differ in it."""
     split = {
         (dim, math.prod(parts[axis] for axis in _call.spec_axes(entry)))
         for spec in specs

@@ -155,9 +155,9 @@ def computed_anew(flow: Flow, led: Collection[str]) -> list[str]:
 class Misread(NamedTuple):
     """What the equations say against a state that was found by structure, shapes and dtypes."""
 
-    # For an argument, one like it of which its new value is an update, as of one a frozen teacher.
+    # An argument (such as a frozen teacher), and the one like it that its new value is an update of.
     instead: Mapping[str, str]
-    batch: Sequence[str]  # arguments with rows, of which what comes back is no update
+    batch: Sequence[str]  # arguments with rows; what comes back is no update of them
     # Arguments that change by themselves, as a batch that is augmented, or an environment.
     unclear: Sequence[str]
 
@@ -189,11 +189,11 @@ def misread(flow: Flow) -> Misread:
     return Misread(instead, batch, unclear)
 
 
-# Of what these compute, each element is one of many of an operand's.
+# Each element of a result depends on many elements of an operand.
 _MIXING = _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG) - {"rev", "sort"} | {
     "gather", "reduce_window", "reduce_window_sum", "select_and_gather_add", "select_and_scatter_add",
 }  # fmt: skip
-# Those that put parts together, or take one, also over devices.
+# They join parts, or take one, also over devices.
 _PARTS = _rules.named(Cost.PART, Cost.JOIN) | {
     "all_gather", "all_to_all", "ppermute", "reduce_scatter",
 }  # fmt: skip
