@@ -42,7 +42,7 @@ from jzero.segments._derivatives import differentiable
 from jzero.segments._dispatch_cache import FlatCall
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
-from jzero.sharding.plan import _layout, _outputs, _trace
+from jzero.sharding.plan import _outputs, _stored_layout, _trace
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call, _jaxpr, _modules, _objects, _weak
@@ -255,7 +255,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             pairs = zip(plan.leaves, program.state_shardings, strict=True)
             new = [PartitionSpec() if leaf.padding else s.spec for leaf, s in pairs]
             specs = [] if self._programs.config.evaluates else new
-            outs = [*map(_layout.partition_spec, plan.outputs)]
+            outs = [*map(_stored_layout.partition_spec, plan.outputs)]
             run = jax.sharding.auto_axes(run, axes=axes, out_sharding=(specs, outs))
         with jax.sharding.use_abstract_mesh(mesh):
             return program, *run(state, arrays)

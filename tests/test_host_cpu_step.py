@@ -24,7 +24,7 @@ from jzero.offload import _bandwidth, _host_engine, _host_step, _host_updates, _
 from jzero.offload._backends import OnHostCPU
 from jzero.offload._memory_run import MemoryRun
 from jzero.offload.memory import _available, _pinned_leaf
-from jzero.sharding.plan._layout import REPLICATED
+from jzero.sharding.plan._stored_layout import REPLICATED
 from test_offload import BATCH, make_step, new_state
 from waiting import wait_until
 

@@ -109,7 +109,7 @@ def is_empty_init(file: str, source: str) -> bool:
 
 
 def room_of(file: str) -> str:
-    """`sharding/plan` of `sharding/plan/_layout`; a file of jzero itself is a room of its own."""
+    """`sharding/plan` of `sharding/plan/_stored_layout`; a file of jzero itself is a room of its own."""
     return file.rpartition("/")[0] or file
 
 

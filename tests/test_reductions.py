@@ -9,7 +9,7 @@ import pytest
 import programs
 import small
 from jzero.sharding.passes import _before_loops
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _stored_layout
 from jzero.tracing import _jaxpr
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
@@ -79,7 +79,7 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
     ],
 )
 def test_the_dim_that_is_sharded(shape, num, dim):
-    assert _layout.choose_dim(shape, num) == dim
+    assert _stored_layout.choose_dim(shape, num) == dim
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ import zoo
 from interrupting import failing
 from jzero.offload.memory import _pinned_leaf
 from jzero.offload.memory._pinned_leaf import is_pinned, pinned_zeros, renewed, view
-from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stored_layout import Shard
 from refuse_like_a_gpu import refusing
 from test_offload_params import CLIPPED, batch, make_step, new_state
 

@@ -14,9 +14,9 @@ from jzero._policy import NVMe
 from jzero.offload.kernels import _tiles
 from jzero.offload.memory import _storage
 from jzero.offload.nvme._layout import TileLayout
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import REPLICATED
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stored_layout import REPLICATED
 
 # Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
 _TILES = 16
@@ -44,7 +44,7 @@ def layout_to_read(
 
 def _described(leaf: LeafPlan) -> str:
     """Its type, and over which axes beside the data axes parts of it are in several files."""
-    spec = f" {_layout.partition_spec(REPLICATED, leaf.automatic)}" * any(leaf.automatic)
+    spec = f" {_stored_layout.partition_spec(REPLICATED, leaf.automatic)}" * any(leaf.automatic)
     return f"{describe_leaf(leaf.path, leaf.padded_shape, leaf.dtype)}{spec}"
 
 

@@ -21,7 +21,7 @@ from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _elementwise, _subgraphs
 from jzero.sharding.cut._subgraphs import Subgraph
-from jzero.sharding.plan import _layout, _leaves
+from jzero.sharding.plan import _leaves, _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _rewrite
 
@@ -102,7 +102,7 @@ class HostBucket:
             if i < len(plan.leaves):
                 found.append(plan.interface.as_passed(self._invars[i]).aval(self.mesh))
             else:
-                aval, place = self._outvars[i].aval, _layout.partition_spec(plan.layouts[i])
+                aval, place = self._outvars[i].aval, _stored_layout.partition_spec(plan.layouts[i])
                 sharding = NamedSharding(self.mesh, place)
                 found.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
         return found

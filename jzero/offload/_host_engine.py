@@ -16,7 +16,7 @@ from jzero.offload._host_bucket import HostBucket
 from jzero.offload.kernels._host_update import IN_ITS_MIDDLE, HostUpdate
 from jzero.offload.memory._pinned_leaf import LeafMemory, pinned_zeros, view
 from jzero.offload.memory._storage import places
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
 
 Slices = tuple[slice, ...]
@@ -171,7 +171,7 @@ def padding_of_leaf(
     leaf: LeafPlan, mesh: Mesh, devices: Sequence[jax.Device]
 ) -> list[Slices | None]:
     """For each device, which part of its shard is padding."""
-    sharding = NamedSharding(mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
+    sharding = NamedSharding(mesh, _stored_layout.partition_spec(leaf.layout, leaf.automatic))
     return padding_of(sharding, leaf.padded_shape, leaf.shape, devices)
 
 

@@ -37,9 +37,9 @@ from jzero.sharding.cut._layer_parts import (
     evaluate_parts,
     read,
 )
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stored_layout import Automatic
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom
 
@@ -91,7 +91,7 @@ class ArrayForm(NamedTuple):
 
     def place(self, mesh: Any, tier: str = DEVICE) -> NamedSharding:
         return NamedSharding(
-            mesh, _layout.beside(self.spec, self.automatic or ()), memory_kind=tier
+            mesh, _stored_layout.beside(self.spec, self.automatic or ()), memory_kind=tier
         )
 
 

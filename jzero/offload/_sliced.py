@@ -35,9 +35,9 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _elementwise
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._plan import UpdateBucket
+from jzero.sharding.plan._stored_layout import Shard
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ class SlicedBucket:
         leaf = leaves[subgraph.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
-        self._spec = _layout.partition_spec(layout, leaf.automatic)
+        self._spec = _stored_layout.partition_spec(layout, leaf.automatic)
         self._also = tuple(axis for names in leaf.automatic for axis in names)
         axes = (*(layout.axes if isinstance(layout, Shard) else ()), *self._also)
         self._slice_spec = P(axes) if axes else P()

@@ -11,9 +11,9 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _elementwise, _subgraphs
 from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan._interface import ProgramInterface
-from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import UpdateBucket
+from jzero.sharding.plan._stored_layout import StoredLayout
 from jzero.tracing import _call
 
 WHO = _call.WHO

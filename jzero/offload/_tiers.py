@@ -17,9 +17,9 @@ from jzero.sharding.cut import _subgraphs
 from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._backend import Backend, Leaves
-from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._plan import UpdateBucket
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
+from jzero.sharding.plan._stored_layout import Shard
 from jzero.tracing import _call
 
 WHO = _call.WHO

@@ -51,12 +51,12 @@ from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.partition._movement import REPLICATED, Movement
 from jzero.sharding.partition._saved import Loops
-from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan import _outputs, _stored_layout
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._layout import Replicated, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
+from jzero.sharding.plan._stored_layout import Replicated, Shard
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._signature import Call
 from jzero.tracing._types import Jaxpr
@@ -365,7 +365,7 @@ class Report(Printed):
     @property
     def outputs(self) -> tuple[tuple[str, SplitDims], ...]:
         """The same of each output other than the state."""
-        specs = map(_layout.partition_spec, self.plan.outputs)
+        specs = map(_stored_layout.partition_spec, self.plan.outputs)
         return tuple(zip(self.output_paths, map(_split_dims, specs), strict=False))
 
     def elements(self, op: str, dtype: str | None = None) -> int:

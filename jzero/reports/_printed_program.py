@@ -14,10 +14,10 @@ from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, from_spec
 from jzero.segments._given import TypedPart
 from jzero.sharding.partition._partition import DeviceProgram
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stored_layout import Shard
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing._printed import Note, printed
 from jzero.tracing._types import Jaxpr
@@ -111,12 +111,14 @@ def _outputs(
         whole = [*atom.aval.shape]
         if plan.reductions == WRITTEN and isinstance(layout, Shard):
             whole[layout.dim] *= math.prod(mesh[axis] for axis in layout.axes)
-        yield Note(path, str(from_spec(whole, mesh, _layout.partition_spec(layout))))
+        yield Note(path, str(from_spec(whole, mesh, _stored_layout.partition_spec(layout))))
 
 
 def _at_rest(leaf: LeafPlan, mesh: Mapping[str, int]) -> Note:
     """`[16@data, 8]  parameter, in pinned_host`."""
     whole = leaf.decoded
-    layout = from_spec(whole.shape, mesh, _layout.partition_spec(whole.layout, whole.automatic))
+    layout = from_spec(
+        whole.shape, mesh, _stored_layout.partition_spec(whole.layout, whole.automatic)
+    )
     said = [leaf.role, f"in {leaf.tier}" * (leaf.tier != DEVICE), str(leaf.codes or "")]
     return Note(leaf.path, f"{layout}  {', '.join(filter(None, said))}")

@@ -22,10 +22,10 @@ from jzero.offload.schedule._schedule import Schedule
 from jzero.reports._abstract_step import AbstractStep, Types, abstract_step
 from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, transferred_gradients
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._layout import REPLICATED
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
+from jzero.sharding.plan._stored_layout import REPLICATED
 
 _REDUCED = ("reduce-scatter", "all-reduce")
 

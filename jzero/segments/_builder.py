@@ -31,7 +31,7 @@ from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._interface import ValuePlan
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -164,7 +164,10 @@ class Builder:
         types = {var: self._type(var) for var in (*consumes, *reads, *gives)}
         new = self._step.jaxpr.invars[: len(plan.new_leaves)]
         layouts = [self._type(new[i]).layout if i < len(new) else plan.layouts[i] for i in outs]
-        out_specs = [types[var].spec for var in gives], [*map(_layout.partition_spec, layouts)]
+        out_specs = (
+            [types[var].spec for var in gives],
+            [*map(_stored_layout.partition_spec, layouts)],
+        )
         options: dict[str, Any] = {}
         if kept := self.kept(outs):
             options["out_shardings"] = ([None] * num, kept)

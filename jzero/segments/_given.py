@@ -18,12 +18,12 @@ from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
 from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._interface import ValuePlan
-from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.plan._stored_layout import Shard
 from jzero.tracing import _call, _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
 
@@ -150,7 +150,7 @@ def given_step(plan: StepPlan, analysis: Analysis, time: TimeAxis | None) -> Giv
 def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
     """In which layouts it returns what is no state; what differs as each device has it."""
     for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
-        shape, spec = [*atom.aval.shape], _layout.partition_spec(layout)
+        shape, spec = [*atom.aval.shape], _stored_layout.partition_spec(layout)
         if step.written is not None:
             spec = PartitionSpec()
             if isinstance(layout, Shard):  # one device's, of all microbatches
@@ -171,7 +171,7 @@ def of_all_devices(
                 ins[k] = _in_time(ins[k], dim, time)
     for j, i in enumerate(part.made):
         if i is not None and i >= num_new:
-            outs[j] = _joined(outs[j], _layout.partition_spec(plan.outputs[i - num_new]))
+            outs[j] = _joined(outs[j], _stored_layout.partition_spec(plan.outputs[i - num_new]))
     return dataclasses.replace(program, ins=tuple(ins), outs=tuple(outs))
 
 
@@ -210,7 +210,7 @@ def arguments(
 
 def stored(value: LeafPlan | ValuePlan, mesh: Mapping[str, int]) -> Layout:
     """The layout of a value between programs; it may be padded for more axes than it is sharded over."""
-    layout = from_spec(value.shape, mesh, _layout.partition_spec(value.layout))
+    layout = from_spec(value.shape, mesh, _stored_layout.partition_spec(value.layout))
     if not isinstance(value.layout, Shard) or value.padded_shape == value.shape:
         return layout
     dims, d = [*layout.dims], value.layout.dim
@@ -222,7 +222,7 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
     """What is said of the gradient of a new parameter; a scalar may scale those of all leaves."""
     if leaf.role != PARAMETER or not leaf.shape:
         return None
-    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.gradient))
+    layout = from_spec(leaf.shape, mesh, _stored_layout.partition_spec(leaf.gradient))
     return Hint(layout, leaf=leaf.path)
 
 

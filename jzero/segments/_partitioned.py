@@ -40,9 +40,9 @@ from jzero.sharding.passes._quantized_weights import QuantizedRows, dequantize_w
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._whole_stacks import whole_stacks
-from jzero.sharding.plan._layout import Shard, of_spec
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
+from jzero.sharding.plan._stored_layout import Shard, of_spec
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing._types import Jaxpr

@@ -18,7 +18,7 @@ from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.offload.schedule import _folds
 from jzero.segments import _derivatives
 from jzero.sharding.partition._movement import Movement
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._backend import Shared, StepProgram
 from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import Extra
@@ -224,7 +224,7 @@ def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
     return [
         NamedSharding(
             mesh,
-            _layout.partition_spec(leaf.layout, leaf.automatic),
+            _stored_layout.partition_spec(leaf.layout, leaf.automatic),
             memory_kind=_MEMORY_KINDS.get(leaf.tier, leaf.tier),
         )
         for leaf in leaves

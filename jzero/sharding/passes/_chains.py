@@ -122,7 +122,7 @@ def _behind_first(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 _Params = Mapping[str, Any]
-# By primitive, what is other in the parameters of an equation on a stack of so many slices.
+# By primitive, the parameters that differ in an equation on a stack of `length` slices.
 _ON_STACK: dict[str, Callable[[int, _Params], _Params]] = {
     "convert_element_type": lambda length, params: {},
     "psum": lambda length, params: {},

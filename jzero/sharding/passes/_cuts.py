@@ -64,7 +64,7 @@ def cut(
     # Three at least: the compiler takes loops of one iteration apart, and makes the tiles of all of them at
     # once.
     fewest = min(size, max(3, -(-size // max(1, nbytes * size // whole))))
-    # Rather a few tiles more that are all of one size: a smaller one stands beside the loop.
+    # A few tiles more, all of one size, are better: a smaller last one is written beside the loop.
     equal = (num for num in range(fewest, fewest + fewest // 2 + 1) if size % num == 0)
     return Tiles(dim, size, -(-size // next(equal, fewest)))
 

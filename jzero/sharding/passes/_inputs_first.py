@@ -121,7 +121,7 @@ def _write_in_order(writer: JaxprWriter, product: Eqn, gradient: Eqn) -> None:
     ins, own = ([*map(writer.read, eqn.invars)] for eqn in (product, gradient))
     shared = [var for var in variables(ins) if var in own]
     (held, *_) = [*(var for var in variables(own) if var not in shared), *shared]
-    # A token of it is one of a whole value: the compiler would else compute one element twice.
+    # The barrier keeps the value in one piece: the compiler would else compute a token's element twice.
     whole = {var: _alike(writer, lax.optimization_barrier_p, var, product) for var in shared}
     names = {
         var: _alike(writer, _jaxpr.name_p, whole[var], product, name=COTANGENT) for var in shared

@@ -22,8 +22,7 @@ from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
 # and are in memory beside all of its own weights and the first whole gradients. There they wait for the
 # product that first uses the last weight which the iteration gathers itself. Where products take longer, XLA
 # chooses from all of them what hides what; the same order would leave gathers at the end of the iteration,
-# with nothing to hide behind
-# (experiments/rivals).
+# with nothing to hide behind (experiments/rivals).
 
 _LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
 

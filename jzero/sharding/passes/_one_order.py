@@ -88,7 +88,7 @@ class _Sequence:
         if not nests and eqn.primitive.name not in _MEETING:
             writer.eqns.append(new)
             return
-        # What is read nowhere else says, too, that it is there.
+        # A result that nothing else reads shows, too, that the equation is done.
         kept = [_jaxpr.new_var(x) if _jaxpr.is_dropped(x) else x for x in eqn.outvars]
         new = new.replace(outvars=kept)
         if before := self._over + self._since if nests else self._over:

@@ -144,7 +144,7 @@ def groups(sizes: Sequence[int], nbytes: int, in_loop: bool) -> list[int]:
     """The group number of each reduction, [Note: groups of reductions]."""
     total = sum(sizes)
     half, least = total / 2, min(SMALLEST_GROUP, nbytes / 2)
-    # Matrices that just fit are no more because of their biases.
+    # Matrices that just fit still do with their biases.
     most = (nbytes if in_loop else min(nbytes, max(nbytes / 2, total / 16))) + least / 8
     found, group, held, late = list[int](), 0, 0, 0
     for size in sizes:

@@ -256,7 +256,7 @@ class _Level:
             iterations = [k * self.num for k in range(3)]
             found = _queue(sizes * 3, [t + use for t in iterations for use in uses],
                            [t + i for t in iterations for i in self.products], limit)  # fmt: skip
-            # From the iteration that makes it on: one for the next iteration, or its own.
+            # Relative to the iteration that gathers, for the next one or for itself.
             pairs = zip(gathers, found[2 * len(uses) :], strict=True)
             awaited = max((self.index[var] for var in self.place.awaited), default=-1)
             each = list[tuple[_Gather, int]]()

@@ -43,7 +43,7 @@ from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-# What stands for a value of the program where something is written.
+# The writer's name for a value of the program.
 ReadAtom = Callable[[Atom], Atom]
 # The number of parts into which XLA cuts each dim of the value that an equation moves.
 _PartsOf = Callable[[Region, Eqn], Mapping[int, int]]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import OptionError, message
-from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan._stored_layout import Automatic
 from jzero.tracing import _call
 
 AutoSpecs = Sequence[tuple[str, P]]  # patterns and specs, in the order in which they are tried

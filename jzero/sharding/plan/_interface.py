@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.cut._subgraphs import OptimizerProgram
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import StageAxes
+from jzero.sharding.plan._stored_layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.tracing import _call, _jaxpr
 
 
@@ -42,7 +42,7 @@ class ValuePlan:
         return self.layout.dim if isinstance(self.layout, Shard) else None
 
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, _layout.beside(self.spec, self.automatic))
+        sharding = NamedSharding(mesh, _stored_layout.beside(self.spec, self.automatic))
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=sharding)
 
 
@@ -129,7 +129,7 @@ def _global_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) 
 
 
 def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
-    spec = _layout.partition_spec(leaf.layout)
+    spec = _stored_layout.partition_spec(leaf.layout)
     dtype = leaf.dtype if leaf.codes else var.aval.dtype
     return ValuePlan(
         leaf.path,
@@ -151,6 +151,8 @@ def _like_gradient(
     dim = links.sharded_dim(frame, like) if stage_axes.num_devices > 1 else None
     layout = REPLICATED if dim is None else Shard(dim, axes)
     num = stage_axes.count(axes)
-    padded = tuple(_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape))
-    spec = _layout.partition_spec(layout)
+    padded = tuple(
+        _stored_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape)
+    )
+    spec = _stored_layout.partition_spec(layout)
     return ValuePlan(path, shape, var.aval.dtype, layout, padded, spec)

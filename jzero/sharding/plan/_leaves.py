@@ -17,10 +17,10 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._linked_dims import Links
 from jzero.sharding.analysis._tables import Tables
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
+from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
+from jzero.sharding.plan._stored_layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.tracing import _call
 
 
@@ -217,9 +217,9 @@ def _as_found(
     layout = Shard(dims[0], ours[dims[0]]) if dims else REPLICATED
     padding = sum(stored.padded_shape) - sum(leaf.shape)
     parts = math.prod(sizes[axis] for axes in entries for axis in axes)
-    cuts = _layout.cuts_of(automatic, sizes)
+    cuts = _stored_layout.cuts_of(automatic, sizes)
     plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding, cuts=cuts)
-    spec = _layout.partition_spec(layout, automatic)
+    spec = _stored_layout.partition_spec(layout, automatic)
     alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == stored.padded_shape
     return dataclasses.replace(plan, tier=stored.tier) if alike else None
 
@@ -277,7 +277,7 @@ def _leaf_plan(
         num_shards *= stage_axes.count(axes)
         # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
         num = stage_axes.count(stage_axes.shard_axes)
-        padding = _layout.padded_size(leaf.shape[dim], num) - leaf.shape[dim]
+        padding = _stored_layout.padded_size(leaf.shape[dim], num) - leaf.shape[dim]
     return LeafPlan(
         *leaf[:4], role, layout, num_shards, why, leaf.automatic, padding, uncut=leaf.uncut,
         gradient=gradient, cuts=leaf.cuts,
@@ -348,8 +348,8 @@ def _left_replicated(
 def _padding_saves(stage_axes: StageAxes, leaf: StateLeaf, avoid: Collection[int]) -> int | None:
     """Bytes saved on each device; None for a leaf that needs no padding, or is not sharded at all."""
     num = stage_axes.count(stage_axes.shard_axes)
-    dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
+    dim = _stored_layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
     if dim is None or leaf.shape[dim] % num == 0 or stage_axes.is_small(leaf):
         return None
     size = leaf.shape[dim]
-    return leaf.nbytes - leaf.nbytes // size * (_layout.padded_size(size, num) // num)
+    return leaf.nbytes - leaf.nbytes // size * (_stored_layout.padded_size(size, num) // num)

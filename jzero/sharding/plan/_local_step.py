@@ -24,10 +24,10 @@ from jzero._errors import (
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import REPLICATED, Movement
 from jzero.sharding.partition._writer import OUTPUT
-from jzero.sharding.plan import _layout, _outputs, _trace, _undeclared
+from jzero.sharding.plan import _outputs, _stored_layout, _trace, _undeclared
 from jzero.sharding.plan._config import StepConfig
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
-from jzero.sharding.plan._layout import StoredLayout
+from jzero.sharding.plan._stored_layout import StoredLayout
 from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._call import BatchSpecs
@@ -228,7 +228,7 @@ def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:
     return LocalStep(
         traced,
         tuple(given),
-        tuple(map(_layout.of_spec, traced.outputs[num_new:])),
+        tuple(map(_stored_layout.of_spec, traced.outputs[num_new:])),
         tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs),
         (False,) * len(given),
         undivided,

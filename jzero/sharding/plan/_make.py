@@ -23,9 +23,9 @@ from jzero.sharding.analysis._update_subgraphs import Names
 from jzero.sharding.plan import (
     _auto_specs,
     _host_memory,
-    _layout,
     _leaves,
     _quantized_leaves,
+    _stored_layout,
     _trace,
 )
 from jzero.sharding.plan._config import StepConfig
@@ -64,7 +64,7 @@ def state_leaves(state: Any, config: StepConfig) -> list[StateLeaf]:
             splittable=not _call.is_key(leaf.dtype, leaf.shape),
             floating=_trace.is_float(leaf),
             automatic=automatic,
-            cuts=_layout.cuts_of(automatic, config.automatic),
+            cuts=_stored_layout.cuts_of(automatic, config.automatic),
             uncut=uncut,
         )
         for path, leaf, (automatic, uncut) in zip(paths, leaves, places, strict=True)

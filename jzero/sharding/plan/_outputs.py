@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jzero._errors import StateError, StepError, counted, describe_leaf, message
-from jzero.sharding.plan import _layout, _trace
-from jzero.sharding.plan._layout import Shard, StoredLayout
+from jzero.sharding.plan import _stored_layout, _trace
+from jzero.sharding.plan._stored_layout import Shard, StoredLayout
 from jzero.tracing import _call
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._objects import Mutated
@@ -52,7 +52,7 @@ def output_layouts(
         if len(dims) > 1 and traced.frame.out_varying[i]:
             pairs.append(describe_leaf(paths[i - num_state], globals_[i], aval.dtype))  # type: ignore[index]
         per_example = dims and traced.frame.out_varying[i]
-        layouts.append(Shard(dims[0], axis_names) if per_example else _layout.REPLICATED)
+        layouts.append(Shard(dims[0], axis_names) if per_example else _stored_layout.REPLICATED)
     if pairs:
         raise StepError(message(
             WHO, [f"{leaf} has several dims that follow the batch" for leaf in pairs],
@@ -72,12 +72,12 @@ def check_reduced(
     axis = repr(axes[0] if len(axes) == 1 else tuple(axes))
     state = _call.structure_paths(state_tree, "the new state")
     paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
-    stored = [*[_layout.REPLICATED] * num_new, *layouts]
+    stored = [*[_stored_layout.REPLICATED] * num_new, *layouts]
     bad = [
         (path, aval) for path, aval, layout, varies in zip(
             paths, traced.out_avals, stored, traced.frame.out_varying, strict=True
         )
-        if varies and layout == _layout.REPLICATED
+        if varies and layout == _stored_layout.REPLICATED
     ]  # fmt: skip
     # Keys, or one device's key of an array of them.
     shapes = [x.shape[1:] if x.shape[:1] == (1,) else x.shape for _, x in bad]

@@ -21,9 +21,9 @@ from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._distributed_updates import DistributedUpdate
 from jzero.sharding.plan._interface import ProgramInterface
-from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
+from jzero.sharding.plan._stored_layout import StoredLayout
 from jzero.sharding.plan._trace import WholeBatch
 from jzero.tracing import _jaxpr
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan import _stored_layout
+from jzero.sharding.plan._stored_layout import Automatic
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
 
@@ -108,9 +108,9 @@ class StageAxes:
         columns = {d for d in kept if leaf.shape[d] % num == 0} - avoid
         if columns and leaf.splittable and not leaf.automatic:
             avoid |= set(range(len(leaf.shape))) - columns
-        dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
+        dim = _stored_layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
         if dim is None:
-            return None, _layout.why_full(leaf.shape, avoid)
+            return None, _stored_layout.why_full(leaf.shape, avoid)
         if self.is_small(leaf):
             return None, f"smaller than Axes(min_shard_bytes={self.min_bytes})"
         if left_replicated and leaf.shape[dim] % num:
