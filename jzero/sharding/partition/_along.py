@@ -112,9 +112,7 @@ def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     if price >= min(_gather_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
         return None
     outs = [_jaxpr.var_like(var.aval, of_each.local_shape) for var in eqn.outvars]
-    found = frame.clone(
-        eqn, [frame.at(value, layout)], outs, params=eqn.params | {"k": mine}
-    )  # fmt: skip
+    found = frame.clone(eqn, [frame.at(value, layout)], outs, params=eqn.params | {"k": mine})
     largest, places = found[0], frame.inline(_placed, (), found[1], frame.positions(layout.dims[d]))
     every = [frame.convert(x, of_each, of_all, why=_COMPARED) for x in (largest, places)]
     after = of_all.with_dims({d: Dim(k)})
@@ -230,9 +228,7 @@ def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
         _jaxpr.var_like(var.aval, layout.local_shape)
         for var, layout in zip(eqn.outvars, layouts, strict=True)
     ]
-    frame.clone(
-        eqn, [frame.at(value, value.layout)], outs, params=eqn.params | {"sizes": sizes}
-    )  # fmt: skip
+    frame.clone(eqn, [frame.at(value, value.layout)], outs, params=eqn.params | {"sizes": sizes})
     return [_value(eqn, j, layouts[j], x, value) for j, x in enumerate(outs)]
 
 
@@ -273,7 +269,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
 
 def _from_replicated(
     frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
-) -> DeviceValue | None:  # fmt: skip
+) -> DeviceValue | None:
     """Evenly sharded, if padded dims are gathered already: all tokens but the last."""
     layout, out = value.layout, eqn.outvars[0].aval.shape
     cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]

@@ -32,7 +32,7 @@ _ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had befo
 
 def run_inner(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue], run: RunRegion
-) -> list[DeviceValue]:  # fmt: skip
+) -> list[DeviceValue]:
     name = eqn.primitive.name
     if name == "scan":
         rows = _RowScanWriter(frame, region, eqn, ins, run)
@@ -129,7 +129,7 @@ class _LoopWriter:
 
     def after(
         self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
-    ) -> list[_CarryLayout]:  # fmt: skip
+    ) -> list[_CarryLayout]:
         """The layouts that a body returns. From the third attempt on they only lose cuts, so that it ends."""
         found = []
         for old, value, own in zip(before, outs, self.is_own(), strict=False):
@@ -434,7 +434,7 @@ class _WhileWriter(_LoopWriter):
 
     def _attempt(
         self, pinned: Callable[[_CarryLayout], _CarryLayout], replicated: bool = False
-    ) -> list[DeviceValue] | None:  # fmt: skip
+    ) -> list[DeviceValue] | None:
         """The loop; None if devices leave it by themselves, and would have to communicate in it."""
         carries = [*map(pinned, self.layouts())]
         for attempt in range(_ATTEMPTS):
@@ -486,7 +486,7 @@ class _WhileWriter(_LoopWriter):
 
     def _predicate(
         self, carries: Sequence[_CarryLayout], replicated: bool
-    ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
+    ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:
         test, carried = self.inner(self.cond), self.carried(carries)
         vars = [*_vars(carried), *self.enter_effects(test)]
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
@@ -502,7 +502,7 @@ class _WhileWriter(_LoopWriter):
 # -- branches ------------------------------------------------------------------------------------------------
 def _cond(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue], run: RunRegion
-) -> list[DeviceValue]:  # fmt: skip
+) -> list[DeviceValue]:
     """Conversions of operands are written in the branches, which return equal layouts."""
     index, *operands = ins
     inner = region.inner(eqn)

@@ -94,9 +94,7 @@ def _update(region: Region, eqn: Eqn, program: Any, consts: list[ArrayLike]) -> 
     return Region(flat, consts, None, (region, eqn))
 
 
-def _own(
-    frame: DeviceFrame, values: Sequence[DeviceValue], dim: int | None, name: str
-) -> Atom:  # fmt: skip
+def _own(frame: DeviceFrame, values: Sequence[DeviceValue], dim: int | None, name: str) -> Atom:
     """This device's matrices: `[m/k, n, d]`.
 
     Replicated matrices are sliced first, so that no device stacks all of them. Partial sums whose shards

@@ -143,7 +143,7 @@ def ordinary(
 
 def reshard(
     frame: DeviceFrame, value: DeviceValue, ins: Sequence[DeviceValue], axes: frozenset[str]
-) -> DeviceValue:  # fmt: skip
+) -> DeviceValue:
     """Reshards the result of a gathered operation, so that later ones stay data-parallel.
 
     The batch dim is one of the same size as an operand's over `axes`, preferably at the same position. A
@@ -199,7 +199,7 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
 
 def _alone(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
-) -> Layout | None:  # fmt: skip
+) -> Layout | None:
     """Where a partial sum of activations, read by a product with state, is scattered: its largest free dim.
 
     Each device then computes a part of the product; scatter and gather move as much as an all-reduce. Not in
@@ -224,7 +224,7 @@ def _alone(
 
 def _beside(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
-) -> Layout | None:  # fmt: skip
+) -> Layout | None:
     """An operand's layout that matches the others; of other than elementwise ones, batch-sharded ones."""
     elementwise = _rules.costs(eqn, Cost.ELEMENTWISE)
     if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
@@ -351,7 +351,7 @@ class _Written:
 
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
-    ) -> list[DeviceValue]:  # fmt: skip
+    ) -> list[DeviceValue]:
         """Nothing is linear in maxima and minima: they are reduced at once. Sums stay partial."""
         more = [
             Partial(cut.axis, self.factors[i].reduces or "")

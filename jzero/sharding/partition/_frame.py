@@ -101,7 +101,7 @@ class DeviceFrame(DeviceWriter):
 
     def sharded(
         self, shape: Sequence[int], dims: Mapping[int, Dim], partial: tuple[Partial, ...] = ()
-    ) -> Layout:  # fmt: skip
+    ) -> Layout:
         """Cached, since most layouts recur."""
         key = tuple(shape), tuple(dims.items()), partial
         if key not in self.shared.layouts:

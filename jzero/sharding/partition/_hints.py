@@ -74,9 +74,7 @@ def _after(region: Region, eqn: Eqn, facts: Sequence[Layout | None]) -> list[Lay
     return [next((x for x in facts if x is not None and x.shape == shape), None)]
 
 
-def _of_state(
-    region: Region, eqn: Eqn, held: dict[ValueIn, Layout | None]
-) -> Hint | None:  # fmt: skip
+def _of_state(region: Region, eqn: Eqn, held: dict[ValueIn, Layout | None]) -> Hint | None:
     """The hint of a value that is added to state, as an inner optimizer step adds gradients."""
     shape = eqn.outvars[0].aval.shape
     each = (held.get((region, x)) for x in eqn.invars if not _jaxpr.is_literal(x))

@@ -247,9 +247,7 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
     return None
 
 
-def _dynamic_rows(
-    dim: int, sizes: tuple[int, ...], x: jax.Array, *starts: jax.Array
-) -> jax.Array:  # fmt: skip
+def _dynamic_rows(dim: int, sizes: tuple[int, ...], x: jax.Array, *starts: jax.Array) -> jax.Array:
     """`lax.dynamic_slice(x, starts, sizes)`, whose starts are in bounds."""
     at = starts[dim].astype(jnp.int32) + lax.iota(jnp.int32, sizes[dim])
     found, others = _found(dim, x, at), [*starts]
@@ -276,6 +274,4 @@ def _found(dim: int, x: jax.Array, at: jax.Array) -> jax.Array:
         offset_dims=tuple(d for d in range(x.ndim) if d != dim), collapsed_slice_dims=(dim,),
         start_index_map=(dim,),
     )  # fmt: skip
-    return lax.gather(
-        x, at[:, None], numbers, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    )  # fmt: skip
+    return lax.gather(x, at[:, None], numbers, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)

@@ -115,9 +115,7 @@ class _LoopsWriter:
 
     def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
         live = _rewrite.without_unread(self.outer.eqns, outs, lambda _: True)
-        found: Any = _jaxpr.replaced(
-            self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live
-        )  # fmt: skip
+        found: Any = _jaxpr.replaced(self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live)
         return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
 
     def run(self) -> None:

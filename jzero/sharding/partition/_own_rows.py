@@ -49,9 +49,7 @@ def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
         return [eqn.replace(invars=[operand, rest[0], *others], params=params)]
     shape = (*rest[0].aval.shape[:-1], len(rest))
     joined = _jaxpr.var_like(eqn.invars[1].aval, shape)
-    joins = _jaxpr.equation(
-        jax.lax.concatenate_p, rest, [joined], eqn, dimension=len(shape) - 1
-    )  # fmt: skip
+    joins = _jaxpr.equation(jax.lax.concatenate_p, rest, [joined], eqn, dimension=len(shape) - 1)
     return [joins, eqn.replace(invars=[operand, joined, *others], params=params)]
 
 

@@ -58,7 +58,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
 
 def _cut_after(
     frame: DeviceFrame, made: DeviceValue, value: DeviceValue, axes: Sequence[str]
-) -> DeviceValue:  # fmt: skip
+) -> DeviceValue:
     """Shards a reshape of gathered rows again, along the largest of their dims, padded or not."""
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
     n, shape = made.layout.num(axes), made.aval.shape

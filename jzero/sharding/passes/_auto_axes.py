@@ -71,7 +71,7 @@ def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoLayouts) -> Jaxpr:
 
 def _beside(
     region: Region, eqn: Eqn, axes: AutoAxes, spec_of: SpecOf
-) -> functools.partial[jax.Array] | None:  # fmt: skip
+) -> functools.partial[jax.Array] | None:
     """The replacement of an equation, as a function of its operands; None if it stays."""
     name = eqn.primitive.name
     if name == "sharding_constraint":

@@ -71,7 +71,7 @@ def cut(
 
 def read_range(
     writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None, num_parts: int
-) -> Atom:  # fmt: skip
+) -> Atom:
     """`x[:, start : start + size]`, along `dim`, of each of its parts; all of it without a dim."""
     if dim is None:
         return x
@@ -91,7 +91,7 @@ def read_range(
 
 def write_range(
     writer: JaxprWriter, whole: Atom, part: Atom, start: int | Var, dim: int, num_parts: int
-) -> Var:  # fmt: skip
+) -> Var:
     """`whole.at[:, start : start + size].set(part)`, along `dim`, in each of its parts."""
     at = _jaxpr.scalar(start, np.int32) if isinstance(start, int) else start
     shape = whole.aval.shape

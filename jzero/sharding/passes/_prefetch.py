@@ -123,9 +123,7 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     return [*(_gathered_ahead(scan, limit, slices, carried) if limit else ()), *fetched]
 
 
-def _gathered_ahead(
-    scan: Scan, limit: int, slices: set[Var], carried: set[Var]
-) -> list[Var]:  # fmt: skip
+def _gathered_ahead(scan: Scan, limit: int, slices: set[Var], carried: set[Var]) -> list[Var]:
     level = _Level(scan.body, _Scope(late=_late(scan)))
     found, held = list[Var](), 0
     for gather in level.gathers:

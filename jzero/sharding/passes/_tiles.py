@@ -206,9 +206,7 @@ class _TilePlan:
 
     def _drop_unread(self) -> None:
         """Drops the equations that only gathered matrices of products that are now loops."""
-        chains = {
-            id(link.eqn) for cone in self.products.values() for link in cone.links[:-1]
-        }  # fmt: skip
+        chains = {id(link.eqn) for cone in self.products.values() for link in cone.links[:-1]}
         read = {*variables(self.region.jaxpr.outvars)}
         for eqn in reversed(self.region.jaxpr.eqns):
             if id(eqn) in chains and read.isdisjoint(eqn.outvars):
@@ -274,7 +272,7 @@ class _TilePlan:
 
     def _together(
         self, terms: Sequence[Atom], sharded: int, parts: Mapping[int, int]
-    ) -> list[_Cone]:  # fmt: skip
+    ) -> list[_Cone]:
         """Large terms in one loop, if operands that stay alive for it have no more bytes than their sum."""
         itemsize = max([self.itemsize, *map(self._widest, terms)])
         if not terms or self._is_small(terms[0], itemsize, parts):
@@ -443,9 +441,7 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
     return total
 
 
-def _reduced(
-    writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn], *scopes: str
-) -> Atom:  # fmt: skip
+def _reduced(writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn], *scopes: str) -> Atom:
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
         new = _jaxpr.var_like(out.aval, with_size(x.aval.shape, dim, out.aval.shape[dim]))

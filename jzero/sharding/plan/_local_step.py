@@ -183,7 +183,7 @@ def _read_updated(found: LocalStep, step: FlatStep, config: StepConfig) -> None:
 def _batch_specs(step: FlatStep, config: StepConfig) -> BatchSpecs:
     return _call.batch_specs(
         step.arrays, step.in_specs, config.axes, config.options.microbatches.num
-    )  # fmt: skip
+    )
 
 
 def of_whole_batch(step: FlatStep, config: StepConfig) -> LocalStep | None:

@@ -149,7 +149,7 @@ def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
 
 def analysed(
     whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], of_several_dims: bool
-) -> TracedStep:  # fmt: skip
+) -> TracedStep:
     """A whole-batch step, to be partitioned.
 
     Its jaxpr says what is rows. A wrong guess costs only time.
@@ -173,7 +173,7 @@ def analysed(
 
 def _dims_by_axis(
     program: Region, specs: Sequence[P], axes: Collection[str]
-) -> dict[tuple[str, ...], dict[Atom, RowDims]]:  # fmt: skip
+) -> dict[tuple[str, ...], dict[Atom, RowDims]]:
     """The batch dims of values over each axis, outside of loops and branches."""
     split = [[*map(_call.spec_axes, spec)] for spec in specs]
     found = dict[tuple[str, ...], dict[Atom, RowDims]]()

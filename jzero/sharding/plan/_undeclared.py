@@ -177,9 +177,8 @@ def misread(flow: Flow) -> Misread:
         alone = all(flow.sources[i] <= {name, *given} for i in ours)
         others = [x for x in arrays if Like(tree)(arrays[x])]
         of_others = {
-            x for x in others
-            if any(owners.index(x) + i - first in reached[i] for i in ours)
-        }  # fmt: skip
+            x for x in others if any(owners.index(x) + i - first in reached[i] for i in ours)
+        }
         if not kept and len(of_others) == 1:
             instead[name] = of_others.pop()
         elif may_be_batch(tree) and (alone or not kept):
