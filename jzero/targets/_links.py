@@ -116,13 +116,10 @@ def collective_time(
 
 
 class AxisTimes(NamedTuple):
-    """What a collective along one mesh axis takes, in femtoseconds.
+    """What a collective along one mesh axis takes: integers, of which all processes find equal sums."""
 
-    Sums of integers are exact, so that every process finds the same ones equal.
-    """
-
-    latency: int  # of one, whatever it moves
-    ring: int  # of each byte that a device receives by gathers and reductions
+    latency: int  # femtoseconds of one, whatever it moves
+    ring: int  # femtoseconds of each byte that a device receives by gathers and reductions
     direct: int  # the same by exchanges and permutations, which are for one other device alone
 
     def of(self, kind: str, nbytes: float) -> int:

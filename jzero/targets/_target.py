@@ -68,10 +68,7 @@ class Disk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of device; the files in `jzero/targets` name their sources.
-
-    What no source says is infinite: it takes no time.
-    """
+    """One kind of device. The files in `jzero/targets` name their sources; what none says is infinite."""
 
     name: str  # as its driver names it
     memory_bytes: int  # of one device

@@ -243,10 +243,7 @@ class FactorChoice:
         return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
     def _sum_price(self, axis: str, size: int) -> int:
-        """The price of the reduction over the axis: a reduce-scatter if it is known where to scatter.
-
-        In a reduction over several axes, each axis reduces the part that the axes before it leave.
-        """
+        """The price of the reduction. Of several axes, each reduces the part that earlier axes leave."""
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         summed = {p.axis for p in self.partial} | {
             cut.axis for dim in self.chosen.values() for cut in dim.cuts

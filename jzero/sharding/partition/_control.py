@@ -310,11 +310,7 @@ def _before_casts(v: DeviceValue) -> DeviceValue:
 
 @dataclasses.dataclass
 class _RowScanWriter(_ScanWriter):
-    """A `scan` along the batch: each device runs the iterations of its own rows.
-
-    Nothing in the body is sharded or communicates. A carry must be unchanged, or a sum over iterations that
-    the body does not read.
-    """
+    """A `scan` along the batch: each device runs the iterations of its own rows, and nothing communicates."""
 
     def can_write(self) -> bool:
         """Whether all axes shard the rows that it slices, and no other operand is batch-sharded."""

@@ -135,10 +135,7 @@ def _batch(
     frame: DeviceFrame, region: Region, eqn: Eqn, stack: MatrixBatch, values: dict[Var, DeviceValue],
     run: RunRegion,
 ) -> dict[Var, DeviceValue]:  # fmt: skip
-    """`[m, n/k, d] -> [m/k, n, d]`, updated `-> [m, n/k, d]`.
-
-    The slices take the place of the batch's rows, so that the update is partitioned like any step.
-    """
+    """`[m, n/k, d] -> [m/k, n, d]`, updated like any step, slices as rows of the batch, `-> [m, n/k, d]`."""
     (program,) = region.inner(eqn)
     update, ins = _update(region, eqn, program.jaxpr, program.consts), list[DeviceValue]()
     for var, dim in zip(stack.subgraph.reads, stack.read_dims, strict=True):

@@ -289,10 +289,7 @@ class DeviceFrame(DeviceWriter):
         value.layout = new
 
     def reduce_at_exit(self, value: DeviceValue, opened: bool = False) -> None:
-        """`reduce` at the end of a body or branch. Only `opened` ones may reduce over time.
-
-        Others only reduce-scatter over devices, [Note: conversions over time].
-        """
+        """`reduce` at the end of a body or branch; over time if `opened`, [Note: conversions over time]."""
         time = self.shared.time
         if self.outer is None or opened or time is None or time.name not in value.partial_axes:
             self.reduce(value)

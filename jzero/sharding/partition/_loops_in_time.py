@@ -180,10 +180,7 @@ def _at_once(levels: _Levels) -> list[int]:
 
 
 def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
-    """Equations that are equal in all microbatches but run in their loops, to free results early.
-
-    These are cheap ones that only loops read, and gathers of the state.
-    """
+    """Equations that run in loops to free results early: gathers of state, and cheap ones only loops read."""
     region, num, sunk = levels.frame, len(levels.frame.jaxpr.eqns), set[int]()
     for index, eqn in reversed([*enumerate(region.jaxpr.eqns)]):
         if index in levels.loop or index in levels.sums or index in levels.stacked:

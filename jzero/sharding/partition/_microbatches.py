@@ -58,11 +58,7 @@ class MicrobatchLoops(NamedTuple):
 
 
 def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DeviceProgram:
-    """The program of one device for all its microbatches, from that for one.
-
-    Raises:
-      CannotPartitionError: its loops would recompute the products of the step too often.
-    """
+    """The program of one device for all its microbatches, from that for one."""
     axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
     rows = {}
     for var, layout in zip(jaxpr.invars, program.ins, strict=True):

@@ -71,10 +71,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
 
 
 def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> bool:
-    """Whether a partial sum stays partial: a reader takes it so, or the region returns it.
-
-    Not for a view alone if other readers need the sum, which would then be reduced twice.
-    """
+    """Whether a partial sum stays partial: a reader takes it so, or the region returns it."""
     eqns = region.jaxpr.eqns
     ends = len(eqns) in (readers := region.readers.get(var, []))
     in_time = bool(value.partial_axes & frame.over_time)
@@ -84,6 +81,7 @@ def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> 
         if _equations.passes_partial(e) or in_time and _equations.widens_in_time(frame, e)
         or _equations.widens_for_loop(frame, e)
     ]  # fmt: skip
+    # A view alone does not count if other readers need the sum: it would be reduced twice.
     alone = len(found) == len(each)
     return ends or any(alone or not _rules.costs(e, _rules.Cost.VIEW) for e in found)
 

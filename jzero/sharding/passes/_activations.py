@@ -57,10 +57,7 @@ def activations(
 
 
 def in_order(jaxpr: Jaxpr, marks: bool = False) -> Jaxpr:
-    """Makes what the step's own policies send to the host wait for what left before.
-
-    With `marks` it is marked instead, as `activations` has it.
-    """
+    """What the step's own policies send to the host waits for what left before; with `marks` it is marked."""
     if not any(map(_memory_spaces.is_sent, _jaxpr.walk(jaxpr))):
         return jaxpr
     return _OnHostWriter(Region(jaxpr, []), {}, marks).run()

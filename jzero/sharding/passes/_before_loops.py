@@ -23,10 +23,7 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
 def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
-    """One device's program in which no large gradient waits through a loop for another part of it.
-
-    `reduction`: name of the primitive that reduces gradients.
-    """
+    """In the new program, no large gradient waits through a loop for another term of it."""
     inner = functools.partial(before_loops, reduction=reduction)
     jaxpr = _waits.with_equations(jaxpr, [_jaxpr.with_inner(e, inner) for e in jaxpr.eqns])
     iterates = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in ("scan", "while")]

@@ -87,10 +87,7 @@ def slices_into(
     whole: jax.Array, shard: jax.Array, nbytes: int,
     make_slice: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:  # fmt: skip
-    """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
-
-    `make_slice` makes one, of what is in its place and of the shard's.
-    """
+    """Writes `shard [m, n/k]` into `whole [m, n]` in slices of `nbytes`, each `make_slice(old, of_shard)`."""
     # The layout that the gather wants must not reach the update, which makes the shard.
     shard = lax.optimization_barrier(shard)
     rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]

@@ -35,9 +35,7 @@ def balance(devices: Sequence[jax.Device], group: Collection[int]) -> float:
 
 
 def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
-    """The result for which gathers for the next iteration wait; nothing if they need not.
-
-    [Note: late gathers] has the reason.
+    """The result that the next iteration's gathers wait for, if any, [Note: late gathers].
 
     `ahead`: what the iteration before has gathered, or fetched.
     `balance`: multiplications for each byte that is moved above which products take longer.

@@ -34,10 +34,7 @@ def quantize_gathers(
     jaxpr: Jaxpr, blocks: Blocks, args: Collection[int], rows: Sequence[frozenset[str]],
     specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
-    """One device's program whose passes gather some arguments (or casts, slices of these) quantized.
-
-    `args`: indices of the arguments that may be gathered quantized.
-    """
+    """Passes gather some arguments, by index in `args`, and casts and slices of these, quantized."""
     program = Region(jaxpr, [])
     found, spec_of = _origins.origins(program, rows), specs.of(program)
     readers = _readers(program, found)

@@ -72,10 +72,7 @@ class QuantizedRows:
 def dequantize_weights(
     jaxpr: Jaxpr, leaves: Mapping[int, tuple[QuantizedRows, Sequence[int]]]
 ) -> Jaxpr:
-    """One device's program that takes rows of bytes in the place of some arguments.
-
-    `leaves`: by index, how an argument is quantized, and the shape of its rows on one device.
-    """
+    """Takes rows of bytes for some arguments; `leaves` has, by index, their form and local shape."""
     if not leaves or not jaxpr.eqns:
         return jaxpr
     ins, quantized = [*jaxpr.invars], dict[Var, _Rows]()

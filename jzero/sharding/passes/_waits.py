@@ -71,10 +71,7 @@ def unless_never(x: jax.Array, bits: jax.Array) -> jax.Array:
 def waiting(
     eqn: Eqn, values: Iterable[Var], scope: str, laid_out: bool = False
 ) -> tuple[list[Eqn], Eqn]:
-    """A collective of one operand that waits for `values`, and the equations of its barrier.
-
-    `laid_out`: whether the operand is put into the layout that a reduction along its dim reads.
-    """
+    """A collective that waits for `values`, and its barrier; `laid_out` as reductions along its dim read."""
     writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
     tokens = [write_token(writer, value) for value in values]
     (operand,) = eqn.invars

@@ -32,10 +32,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
-    """One device's program whose loops leave to the end what can be done to whole stacks.
-
-    `nbytes`: the most bytes of a stack that is reduced.
-    """
+    """Loops leave to the end what can be done to whole stacks, of up to `nbytes` if they are reduced."""
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         inner = _jaxpr.with_inner(eqn, lambda body: whole_stacks(body, nbytes))
@@ -85,10 +82,7 @@ def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
 def _last(
     port: StackPort, makers: _waits.Makers, num_readers: dict[Var, int], most: int
 ) -> list[Eqn]:
-    """The last equations that make a slice and can be done to the stack, the very last one first.
-
-    A slice has at most `most` bytes that they reduce.
-    """
+    """A slice's last equations, last first, if its stack can take them; they reduce up to `most` bytes."""
     atom: Atom = port.row
     chain, best, least = list[Eqn](), 0, _waits.nbytes([atom])
     while _is_read(port) and not _jaxpr.is_literal(atom):

@@ -34,10 +34,7 @@ Shared = MutableMapping[Any, Any]
 
 
 def waits(plan: StepPlan) -> tuple[Wait, ...]:
-    """Activations that are offloaded, where one program has both passes.
-
-    Where passes are several programs, these send and fetch them.
-    """
+    """Activations that are offloaded by a program with both passes; separate programs send and fetch them."""
     if plan.in_parts:
         return ()
     # Layer by layer all microbatches pass a layer before the next one.

@@ -96,10 +96,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
-    """A step's mesh with Auto axes, `jax.set_mesh`'s, and JAX's configuration.
-
-    Without a mesh of its own it is `jax.set_mesh`'s, else one axis over all devices.
-    """
+    """A step's mesh with Auto axes (its own, `jax.set_mesh`'s, or all devices); JAX's mesh and settings."""
     abstract, tracing = jax.sharding.get_abstract_mesh(), _jaxpr.trace_settings()
     if mesh is None and abstract.empty:
         mesh = _default_mesh(axis_name or "data", tuple(jax.devices()))

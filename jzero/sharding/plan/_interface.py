@@ -79,10 +79,7 @@ def interface_of(
     frame: Frame, links: Links, stage_axes: StageAxes, leaves: Sequence[LeafPlan],
     arguments: Sequence[P], batch_axes: Mapping[str, int], update: OptimizerProgram,
 ) -> ProgramInterface:  # fmt: skip
-    """The interface of a step with this optimizer program.
-
-    `batch_axes`: into how many parts each data axis splits the arguments, microbatches counted in.
-    """
+    """`batch_axes`: into how many parts each data axis splits the arguments, microbatches counted in."""
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     stored = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):

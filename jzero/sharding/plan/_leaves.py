@@ -228,10 +228,7 @@ def plan_leaves(
     leaves: Sequence[StateLeaf], feeds: Sequence[bool], stage_axes: StageAxes, frame: Frame,
     links: Links, tables: Tables,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
-
-    `tables`: leaves in which the step looks up rows, and the dims that all look-ups keep.
-    """
+    """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded."""
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [*map(_role, leaves, feeds)]
     looped = [links.looped_dims(frame, var) for var in variables]

@@ -76,10 +76,7 @@ class FlatStep:
 
 
 def local_step(step: FlatStep, config: StepConfig) -> LocalStep:
-    """What is partitioned of a step.
-
-    Steps with collectives of their own over the data axes are one device's already; others the whole batch's.
-    """
+    """Steps with collectives of their own over the data axes are one device's; others the whole batch's."""
     try:
         found = of_whole_batch(step, config)
     except _reading.Unclear as unclear:
@@ -95,11 +92,7 @@ def local_step(step: FlatStep, config: StepConfig) -> LocalStep:
 
 
 def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, config: StepConfig) -> None:
-    """Reads a step once more whose state is clear but for arguments that are batch, or that nothing updates.
-
-    Raises:
-      Elsewhere: it has been read.
-    """
+    """Raises Elsewhere, to read again, if only batch or arguments that nothing updates were unclear."""
     found, batch = unclear.found, of_batch(unclear.found, unclear.arguments)
     left = [name for name in (*found.unclear, *found.alike) if name not in batch]
     if left and found.state:
@@ -136,10 +129,7 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
 
 
 def promoted(step: FlatStep, state: list[Any], config: StepConfig) -> FlatStep:
-    """The step with these types of its state, if it computes the same with them; else the step as it is.
-
-    One with collectives of its own stays as it is, too.
-    """
+    """The step with these types of its state, if it computes the same and has no collectives of its own."""
     strong = dataclasses.replace(step, state=state)
     weak, new = [_as_written(x, x.fn, config) for x in (step, strong)]
     if weak is None or new is None:
@@ -354,10 +344,7 @@ def _on_one_device(
 
 
 def as_traced(step: FlatStep, config: StepConfig, on_mesh: bool = False) -> _jaxpr.Traced:
-    """The trace of a step as it is written: of the whole batch, or of one device if it has collectives.
-
-    With `on_mesh` it can be run, if it is of the whole batch.
-    """
+    """The trace of a step as it is written, of the whole batch or of one device; `on_mesh` it can be run."""
     traced = _as_written(step, step.fn, config, on_mesh)
     if traced is not None:
         return traced

@@ -167,10 +167,7 @@ class Options:
 
     @property
     def freed_first(self) -> int:
-        """The most bytes of a matrix beside its whole gradient: as many as gathers may be ahead.
-
-        A stage of a streamed step has few matrices.
-        """
+        """The most bytes of a matrix beside its whole gradient: as many as gathers may be ahead."""
         if self.keep_gathered or self.offload.streams:
             return sys.maxsize
         return self.prefetch or PREFETCH_BYTES

@@ -23,10 +23,7 @@ def global_shapes(
     traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
     num_state: int, automatic: dict[str, int],
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
-    """Output shapes at the whole batch, to tell per-example outputs from replicated ones.
-
-    None if no output can be per-example, or the step cannot be traced so.
-    """
+    """Output shapes at the whole batch; None if no output can be per-example, or the step fails there."""
     outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
     if not any(axes and aval.shape for aval, axes in outs):
         return None

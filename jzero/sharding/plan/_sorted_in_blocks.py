@@ -28,10 +28,7 @@ IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 def sorted_in_blocks(
     flat: _rewrite.Flat, consts: Sequence[Any], dims: Sequence[RowDims], num: int
 ) -> _rewrite.Flat:
-    """The step with sorts of the rows of each block, in place of sorts of all rows.
-
-    dims: the batch dims of each input; num: how many contiguous blocks of equal size these are sharded in.
-    """
+    """Sorts the rows of each of `num` contiguous blocks of the batch; `dims` are the inputs' batch dims."""
     if num == 1 or not has_sort(flat):
         return flat
     opened = flat._replace(eqns=[_jaxpr.with_inner(eqn, _without_calls) for eqn in flat.eqns])

@@ -150,10 +150,7 @@ def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
 def analysed(
     whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], of_several_dims: bool
 ) -> TracedStep:
-    """A whole-batch step, to be partitioned.
-
-    Its jaxpr says what is rows. A wrong guess costs only time.
-    """
+    """A whole-batch step, to be partitioned. Its jaxpr says what is rows; a wrong guess costs only time."""
     outvars = whole.jaxpr.outvars
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     rows, everywhere = row_dims(program, whole.dims), frozenset(axes)
