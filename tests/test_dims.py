@@ -396,10 +396,9 @@ def test_the_refusal_names_the_argument_of_which_several_dims_are_sharded():
     def step(w, a, b):
         return w - jax.grad(lambda w: jnp.mean((b @ w) ** 2) + 0 * a.sum())(w)
 
-    specs = {"a": P(None, "data"), "b": P("data", "context")}
     train_step = jzero.shard_train_step(
-        step, mesh=jax.make_mesh((2, 4), ("data", "context")), in_specs=specs,
-        comm=jzero.Comm(gather_dtype=jnp.int8),
+        step, mesh=jax.make_mesh((2, 4), ("data", "context")), comm=jzero.Comm(gather_dtype=jnp.int8),
+        in_specs={"a": P(None, "data"), "b": P("data", "context")},
     )  # fmt: skip
     leaves = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 3, 8)]
     with pytest.raises(jzero.StepError, match=r"shards several dims of b float32\[8,8\]"):
