@@ -221,16 +221,11 @@ class FactorChoice:
             moved = price > 0 and axis in value.rows
             moves_rows, lost = moves_rows or moved, lost or moved and axis not in value.exchanged
             cost += price
+        # A look-up in columns ends with an all-to-all to rows, as do rows along another dim.
+        columns = self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
         if is_reduced(factor):
             cost += self._sum_price(axis, dim.true)
-        elif (
-            # A look-up in columns ends with an all-to-all to rows, as do rows along another dim.
-            elsewhere
-            and self.eqn.primitive.name in ("gather", "scatter-add")
-            and factor.ins[1] is None
-            or lost
-            and any(axis in v.exchanged for v in self.ins)
-        ):
+        elif elsewhere and columns or lost and any(axis in v.exchanged for v in self.ins):
             cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
             return

@@ -461,11 +461,8 @@ class _WhileWriter(_LoopWriter):
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
             eqns = [*_jaxpr.walk(cond), *_jaxpr.walk(body)]
             meet = any(each.outvars and each.outvars[0] in frame.moves for each in eqns)
-            if (
-                not alike
-                or meet
-                or any(ends_loop(each, a) for each in eqns for a in frame.over_time)
-            ):
+            in_time = any(ends_loop(each, a) for each in eqns for a in frame.over_time)
+            if not alike or meet or in_time:
                 return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]

@@ -86,15 +86,12 @@ def time_partial_through(
     """
     time = frame.shared.time
     partial = {k for k, v in enumerate(ins) if v.partial_axes & frame.over_time}
-    if (
-        time is None
-        or not partial
-        or any(v.partial_axes for k, v in enumerate(ins) if k not in partial)
-    ):
+    others = [v for k, v in enumerate(ins) if k not in partial]
+    if time is None or not partial or any(v.partial_axes for v in others):
         return ()
     passes = passes_partial(eqn) or widens_in_time(frame, eqn)
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
-    rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
+    rows = any(time.name in v.rows for v in others)
     linear = not rows and _rules.stays_partial(eqn, partial, zero)
     if not linear or not passes and frame.outer is None:
         return ()
@@ -414,10 +411,8 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.scatter_to, found.exchanged = self._scatter_to(layout), self.exchanged & axes
-        found.looked_up, found.is_activation = (
-            self._is_looked_up(),
-            not _is_backward(self.frame, self.eqn),
-        )
+        found.looked_up = self._is_looked_up()
+        found.is_activation = not _is_backward(self.frame, self.eqn)
         if self.partial:
             found.is_activation = any(v.is_activation and v.layout.partial for v in self.ins)
         if found.partial_axes & self.frame.over_time and _rules.is_float_cast(self.eqn):

@@ -149,9 +149,8 @@ class _LoopsWriter:
         for eqn, port in zip(loop.sums, carries, strict=False):
             (out,) = eqn.outvars
             if port.out is not out:
-                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[
-                    0
-                ]
+                (narrow,) = self.outer.trace(cast, port.out, static=(out.aval.dtype,))
+                self.outer.names[out] = narrow
 
     def _sum(self, eqn: Eqn, body: _Microbatch) -> CarryPort:
         (out,), op = eqn.outvars, REDUCES[eqn.primitive.name]
@@ -213,9 +212,8 @@ class _LoopsWriter:
             for x, of_each in zip(results[num:], saved, strict=True)
             if of_each
         }
-        self.at_once += (
-            saved_value(x, eqn) for x in swapped
-        )  # of each iteration, of all microbatches
+        # A stack of each iteration has the values of all microbatches.
+        self.at_once += [saved_value(x, eqn) for x in swapped]
         made = [swapped.get(x, x) for x in results]
         self.outer.eqns.append(
             _jaxpr.scan_like(eqn, written, atoms, made, first, num, scan.length, scan.reverse)

@@ -62,9 +62,8 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
             raise _refusal(eqn, value)
         return value
     if elsewhere:
-        frame.reason = (
-            f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
-        )
+        where = "no dim" if dim is None else f"dim {dim}"
+        frame.reason = f"jzero.per_example has its rows along {where}"
         value, rows = frame.as_replicated(value), set()
     if dim is None or rows:
         return value

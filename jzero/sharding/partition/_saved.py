@@ -70,9 +70,8 @@ class RematPolicy:
         self._products = [products(region, eqn) for eqn in self._eqns]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0
-        self._stacks: dict[
-            Var, int
-        ] = {}  # values that a loop returns for each microbatch, and the loop
+        # Values that a loop returns for each microbatch, and the loop.
+        self._stacks: dict[Var, int] = {}
         self._read: dict[Var, None] = {}  # those that later loops read
         self.saved: dict[Var, int] = {}  # those that are returned for later loops only
 

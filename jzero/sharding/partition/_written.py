@@ -137,10 +137,8 @@ def _reduced(
     if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
         return value.sum(out)
     replicated = frame.replicated(value.aval.shape)
-    x, layout = (
-        frame.at(value, replicated),
-        replicated.with_partial(*(Partial(axis, op) for axis in axes)),
-    )
+    layout = replicated.with_partial(*(Partial(axis, op) for axis in axes))
+    x = frame.at(value, replicated)
     if op != "sum":
         x, layout = frame.convert(x, layout, replicated), replicated
     return DeviceValue(value.aval, layout, {layout: x})

@@ -77,9 +77,8 @@ def _made(region: Region, eqn: Eqn, ins: Sequence[ValueOrigin]) -> list[ValueOri
     elif over:  # Rows that are exchanged, or go back to where they came from, are rows.
         differs |= of_rows & over
     made = region.pass_of(eqn) == "backward" or any(x.is_gradient for x in ins)
-    args = (
-        ins[0].args if name in _frames.GATHERS or ins and _rules.costs(eqn, *VIEWS) else _COMPUTED
-    )
+    is_view = name in _frames.GATHERS or ins and _rules.costs(eqn, *VIEWS)
+    args = ins[0].args if is_view else _COMPUTED
     return [ValueOrigin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
 
 

@@ -53,9 +53,8 @@ def dequantize(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     wide = jnp.dtype(_wide(dtype))
     num_codes = -(-n // blocks.per_byte)
     codes = _in_blocks(_unpacked(row[:, :num_codes], blocks)[:, :n], blocks)
-    scale = lax.bitcast_convert_type(row[:, num_codes:].reshape(*codes.shape[:2], -1), wide)[
-        ..., None
-    ]
+    scales = row[:, num_codes:].reshape(*codes.shape[:2], -1)
+    scale = lax.bitcast_convert_type(scales, wide)[..., None]
     special = scale < 0
     x = codes.astype(wide) * jnp.abs(scale)
     if blocks.rotate:

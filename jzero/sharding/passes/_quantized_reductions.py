@@ -65,21 +65,15 @@ def quantize_reductions(
 
     def quantize(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
         name = eqn.primitive.name
-        if (
-            name not in _origins.SUMS
-            or len(eqn.invars) != 1
-            or _jaxpr.in_scope(eqn, _waits.QUANTIZED)
-        ):
+        if name not in _origins.SUMS or len(eqn.invars) != 1:
             return False
         (x,), (out,), over = eqn.invars, eqn.outvars, _jaxpr.axes_of(eqn)
         ours = not _jaxpr.is_literal(x) and found[region, x].is_gradient
-        if (
-            not ours
-            or not jnp.issubdtype(x.aval.dtype, jnp.floating)
-            or _leaf_of(eqn) not in leaves
-        ):
+        if not ours or _jaxpr.in_scope(eqn, _waits.QUANTIZED) or _leaf_of(eqn) not in leaves:
             return False
-        if mixed.get((region, out)) or not any(axes.formats.get(axis) for axis in over):
+        is_float = jnp.issubdtype(x.aval.dtype, jnp.floating)
+        quantized = any(axes.formats.get(axis) for axis in over)
+        if not is_float or not quantized or mixed.get((region, out)):
             return False
         stages = _Stages(writer, eqn, axes, specs.parts_of(spec_of(region, eqn)))
         if name == "reduce_scatter" and eqn.params["tiled"]:

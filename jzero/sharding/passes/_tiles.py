@@ -230,11 +230,8 @@ class _TilePlan:
         slices = [self._slice(term, dims) for term in terms]
         cones = self._together([x for x, pads in slices if not pads], dims[0], parts)
         for term, pads in slices:
-            if (
-                pads
-                and (cone := next(iter(self._together([term], dims[0], parts)), None)) is not None
-            ):
-                cones.append(dataclasses.replace(cone, pads=pads))
+            alone = self._together([term], dims[0], parts) if pads else []
+            cones += [dataclasses.replace(cone, pads=pads) for cone in alone]
         made = {term for cone in cones for term in cone.terms}
         rest = [(term, pads) for term, pads in slices if term not in made]
         untiled = tuple(term for term, pads in rest if not pads)
@@ -253,11 +250,8 @@ class _TilePlan:
         pads = list[Eqn]()
         while (eqn := self._maker(term)) is not None and eqn.primitive.name == "pad":
             others = not any(any(eqn.params["padding_config"][dim]) for dim in dims)
-            if (
-                not others
-                or not self._is_zero(eqn.invars[1])
-                or not only_reader(self.region, eqn.outvars[0])
-            ):
+            zeros = others and self._is_zero(eqn.invars[1])
+            if not zeros or only_reader(self.region, eqn.outvars[0]) is None:
                 break
             pads.insert(0, eqn)
             term = eqn.invars[0]

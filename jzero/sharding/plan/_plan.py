@@ -33,9 +33,7 @@ class Analysis(NamedTuple):
 
     frame: Frame  # the step's root frame
     distributed: UpdatesByCall  # the distributed updates of its jaxpr, by call
-    whole_batch: (
-        WholeBatch | None
-    )  # the step of the whole batch; None of one with collectives of its own
+    whole_batch: WholeBatch | None  # None if the step has collectives of its own
 
 
 @dataclasses.dataclass(frozen=True)
