@@ -10,7 +10,7 @@ from jzero.tracing._types import Eqn
 
 
 def inside(eqn: Eqn) -> Eqn:
-    """The one equation that runs on the parts; an equation that does not run by parts is returned itself."""
+    """The only equation in the `shard_map`; any other equation is returned as it is."""
     if eqn.primitive.name != "shard_map":
         return eqn
     jaxpr = _jaxpr.open_jaxpr(eqn.params["jaxpr"])[0]
@@ -20,7 +20,7 @@ def inside(eqn: Eqn) -> Eqn:
 
 
 def cuts(eqn: Eqn, dim: int) -> bool:
-    """Whether parts differ along a dim of its operands or results; False of other equations."""
+    """Whether the `shard_map` shards `dim` of an operand or result."""
     if inside(eqn) is eqn:
         return False
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
@@ -28,7 +28,7 @@ def cuts(eqn: Eqn, dim: int) -> bool:
 
 
 def with_rows(eqn: Eqn, size: int, params: dict[str, Any]) -> dict[str, Any]:
-    """Its parameters with another size of dim 0, where the equation inside has the parameters `params`."""
+    """The equation's parameters for dims 0 of `size`, where the equation inside has `params`."""
     inner = inside(eqn)
     if inner is eqn:
         return params

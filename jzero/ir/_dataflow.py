@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataflow: facts about the values of a program, from equation to equation, to a fixed point in loops.
-
-An analysis says what an equation does to facts, and what becomes of one along an edge; it gets them as a
-mapping from values, and writes them nowhere.
-"""
+"""Dataflow analysis: facts about a program's values, spread along equations to a fixed point in loops."""
 
 from __future__ import annotations
 
@@ -21,7 +17,8 @@ Fact = TypeVar("Fact")
 Item = TypeVar("Item")
 Node = TypeVar("Node", bound=Hashable)
 Facts = Mapping[ValueIn, Fact]
-# What an equation that holds no programs makes of the facts of its operands; backward, of its results.
+# From the facts of an equation's operands to those of its results; backward, the other way around.
+# Equations that hold programs (loops, branches, calls) are followed along their edges instead.
 Transfer = Callable[[Region, Eqn, Sequence[Fact]], Sequence[Fact]]
 Across = Callable[[Eqn, Edge, Fact], Fact]
 Join = Callable[[Fact, Fact], Fact]
@@ -32,16 +29,10 @@ def forward(
     across: Across[Fact] = lambda eqn, edge, fact: fact,
     literal: Callable[[Literal], Fact] | None = None,
 ) -> dict[ValueIn, Fact]:  # fmt: skip
-    """The facts of all values, from those of the arguments on.
+    """The facts of all values that follow from `facts`.
 
-    Args:
-      program: of which.
-      facts: where they start.
-      step: the facts of an equation's results, from those of its operands.
-      join: the fact of what may be either of two values; associative, and `nothing` adds nothing.
-      nothing: the fact of values that are not in `facts`.
-      across: what becomes of a fact along an edge.
-      literal: the facts of constants that are written into equations; `nothing` if it is not given.
+    `join` merges the facts of a value that may be either of two; it is associative, with `nothing` as its
+    neutral element. `across` maps a fact along an edge, `literal` gives those of literals (else `nothing`).
     """
     flow = _Flow(dict(facts), step, join, nothing, across, literal)
     flow.visit(program)
@@ -52,7 +43,7 @@ def backward(
     program: Region, facts: Facts[Fact], step: Transfer[Fact], join: Join[Fact], nothing: Fact,
     across: Across[Fact] = lambda eqn, edge, fact: fact,
 ) -> dict[ValueIn, Fact]:  # fmt: skip
-    """The facts of all values, backward from the results; `step` maps facts of results to operands."""
+    """`forward` from results to operands."""
     flow = _Flow(dict(facts), step, join, nothing, across, backward=True)
     flow.visit(program)
     return flow.found
@@ -62,6 +53,7 @@ def union(
     program: Region, related: Callable[[Region, Eqn], Iterable[tuple[Node, Node]]],
     across: Callable[[Eqn, Edge], Iterable[tuple[Node, Node]]],
 ) -> Components[Node]:  # fmt: skip
+    """Components of values that an equation relates, or an edge."""
     found: Components[Node] = Components()
     for region in program.regions():
         for eqn in region.jaxpr.eqns:
@@ -74,8 +66,6 @@ def union(
 
 @dataclasses.dataclass
 class _Flow(Generic[Fact]):
-    """Facts while they spread: in program order, and in the programs of a loop until carries stay."""
-
     found: dict[ValueIn, Fact]
     step: Transfer[Fact]
     join: Join[Fact]
@@ -109,7 +99,7 @@ class _Flow(Generic[Fact]):
         self._arrive(eqn, {end: over for end, over in ends.items() if end not in into})
 
     def _edges_to(self, region: Region, eqn: Eqn) -> dict[ValueIn, list[Edge]]:
-        """The edges across an equation, by the variables at their ends."""
+        """The edges across an equation, by the variables that they lead to."""
         found: dict[ValueIn, list[Edge]] = {}
         for edge in edges(region, eqn):
             end = edge.source if self.backward else edge.target
@@ -118,7 +108,7 @@ class _Flow(Generic[Fact]):
         return found
 
     def _arrive(self, eqn: Eqn, ends: Mapping[ValueIn, Sequence[Edge]]) -> bool:
-        """Whether a fact at the end of an edge is new."""
+        """Updates the facts at the ends of edges; returns whether one changed."""
         is_new = False
         for end, over in ends.items():
             starts = (edge.target if self.backward else edge.source for edge in over)
@@ -137,7 +127,7 @@ class _Flow(Generic[Fact]):
         return self.found.get((region, atom), self.nothing)
 
     def _note(self, value: ValueIn, fact: Fact, grows: bool = False) -> bool:
-        """Whether it is new."""
+        """Updates a fact; returns whether it changed."""
         region, atom = value
         if _jaxpr.is_literal(atom):
             return False

@@ -26,15 +26,11 @@ _FAILED = jax.ShapeDtypeStruct((), np.int32)
 
 
 class HostCall:
-    """What an equation does, as a function of arrays on the host.
+    """An equation's side effect, as a call of the host.
 
-    What is raised there may be raised on all devices: if the first one failed alone, the others would wait
-    for it at their next collective, and XLA would end the process.
-
-    Args:
-      eqn: the equation.
-      raises: whether the device that calls raises an error at once; else the first result is 1, and `fail`
-        raises it.
+    If only the calling device failed, the others would wait for it at their next collective, and XLA would
+    end the process. So unless `raises`, a failed call returns 1 as its first result, and `write_fail` raises
+    its error on every device.
     """
 
     def __init__(self, eqn: Eqn, raises: bool):
@@ -46,16 +42,16 @@ class HostCall:
     def write(
         self, writer: JaxprWriter, first: Atom, token: Atom, ins: Sequence[Atom]
     ) -> list[Atom]:
-        """Writes the call by the device that is `first`: whether it failed, and its results; else zeros.
+        """Writes the call, by the device where `first` is true. Returns `failed` and the results, or zeros.
 
-        It begins when there is a `token`, whatever that is: JAX keeps an order of effects on one device only.
+        The call waits for `token`, any value: JAX keeps effects in order on one device only.
         """
         return _written(writer, self._called, self.shapes, first, [token, *ins])
 
     def write_fail(self, writer: JaxprWriter, failed: Atom) -> Atom:
-        """Writes the raise of the error if the call has `failed`; returns 0, which exists only afterwards."""
-        (is_so,) = writer.trace(_is_not_zero, failed)
-        return _written(writer, self._fail, [_FAILED], is_so, [failed])[0]
+        """Writes the raise of the error if the call has `failed`. Returns 0, available only afterwards."""
+        (has_failed,) = writer.add(lax.ne_p, [failed, _jaxpr.scalar(0, np.int32)])
+        return _written(writer, self._fail, [_FAILED], has_failed, [failed])[0]
 
     def _called(self, token: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
         primitive, params = self._eqn.primitive, self._eqn.params
@@ -96,21 +92,14 @@ def _written(
     return writer.write(jaxpr, traced.consts, [test, *operands], writer.source)
 
 
-def _is_not_zero(x: jax.Array) -> jax.Array:
-    return x != 0
-
-
 def without_calls(eqn: Eqn) -> Eqn:
-    """The equation without its `HostCall`s: they return what other devices have."""
+    """The equation in which no device calls the host: each `HostCall` returns zeros."""
     if not _jaxpr.has_side_effects(eqn):
         return eqn
-    if eqn.primitive.name == "cond" and any(map(_is_call, _jaxpr.cond_parts(eqn))):
+    branches = _jaxpr.cond_parts(eqn) if eqn.primitive.name == "cond" else []
+    if any(inner.primitive.name == "io_callback" for body, _ in branches for inner in body.eqns):
         never = _jaxpr.scalar(0, eqn.invars[0].aval.dtype)
         return eqn.replace(invars=[never, *eqn.invars[1:]])
     return _jaxpr.with_inner(
         eqn, lambda body: _jaxpr.replaced(body, eqns=[*map(without_calls, body.eqns)])
     )
-
-
-def _is_call(branch: tuple[_jaxpr.Jaxpr, list[ArrayLike]]) -> bool:
-    return any(eqn.primitive.name == "io_callback" for eqn in branch[0].eqns)

@@ -14,7 +14,6 @@ _IN_TIME = (
     "Microbatches run one after the other: what needs the rows of all of them stands between two loops over "
     "them."
 )
-# What to do about it.
 DROP_ACCUMULATE = (
     "Drop microbatches, move it out of there, or compute it for each row, or from sums over the batch."
 )  # fmt: skip
@@ -25,20 +24,18 @@ class CannotPartitionError(StepError):
 
 
 class NeedsAllMicrobatchesError(CannotPartitionError):
-    """A loop or branch needs what all microbatches have, and was not to be opened."""
+    """A loop or branch needs values of all microbatches, and cannot be opened."""
 
 
 def cannot(
     why: str, eqn: Eqn | None = None, region: Region | None = None, rule: str = _RULE, fix: str = _FIX
 ) -> CannotPartitionError:  # fmt: skip
-    """The error that says why an equation is refused, with the user's line."""
     return CannotPartitionError(message(STEP, f"{_at(eqn, region)}{why}", rule, fix))
 
 
 def cannot_in_time(
     why: str, eqn: Eqn | None = None, region: Region | None = None, fix: str = DROP_ACCUMULATE
 ) -> CannotPartitionError:
-    """The error for an equation that microbatches cannot run."""
     found = f"microbatches > 1, and {_at(eqn, region)}{why}"
     return CannotPartitionError(message(STEP, found, _IN_TIME, fix))
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors: which dims of an equation's operands and results are one dim.
-
-Reference: the factors of Shardy's `sdy.op_sharding_rule` say the same of an operation.
-"""
+"""Factors: which dims of an equation's operands and results are one dim, as in Shardy's `OpShardingRule`."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from jax import lax
 
 from jzero.tracing._types import Atom, Eqn
 
-Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
+Params = dict[str, Any]  # of an equation
 # For each operand, for each of its dims: the dim of the results that it becomes, or None.
 DimMaps = list[tuple[int | None, ...]]
-FactorDims = tuple[int | None, ...]  # of each operand, or of each result, one dim
+FactorDims = tuple[int | None, ...]  # for each operand, or for each result: its dim, or None
 
 
 def _unchanged(size: int, num: int) -> Params:
@@ -26,23 +23,15 @@ def _unchanged(size: int, num: int) -> Params:
 
 
 class Factor(NamedTuple):
-    """One dim of an equation: it may run on blocks of the dim, each of which gives a block of the results.
+    """A dim along which an equation may run on blocks of its operands; each gives a block of its results."""
 
-    Attributes:
-      ins: which dim of each operand it is; None for an operand that does not have it.
-      outs: which dim of each result; all None if it is reduced. None of one of several: all blocks give the
-        same.
-      reduces: 'sum', 'prod', 'max', 'min', 'and' or 'or', if it is.
-      local: parameters of the equation on one of `num` blocks. `size` is what its results have of the dim, or
-        its operands if it is reduced.
-      groups: the dim is made of so many groups that no block may cut; 0 for any.
-    """
-
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...]
-    reduces: str | None = None
+    ins: FactorDims
+    outs: FactorDims  # All None if reduced; if only one of several is, all blocks give the same.
+    reduces: str | None = None  # 'sum', 'prod', 'max', 'min', 'and' or 'or'
+    # (size, num): parameters for one of `num` blocks. `size` is the block's, in the results, or in the
+    # operands if reduced.
     local: Callable[[int, int], Params] = _unchanged
-    groups: int = 0
+    groups: int = 0  # The dim consists of so many groups, which no block may cut; 0 if of none.
 
 
 FactorsOf = Callable[[Eqn], list[Factor]]
@@ -58,13 +47,7 @@ def none(eqn: Eqn) -> list[Factor]:
 def mapped(
     maps: Callable[[Eqn], DimMaps], resized: str = "", reduces: str | None = None
 ) -> FactorsOf:
-    """The factors of dim maps.
-
-    Args:
-      maps: of an equation.
-      resized: a parameter that has the results' sizes, if one does.
-      reduces: how dims that are gone are reduced.
-    """
+    """The factors of dim maps; the parameter `resized`, if any, holds the results' sizes."""
 
     def factors(eqn: Eqn) -> list[Factor]:
         return _of_maps(eqn, maps(eqn), resized, reduces)
@@ -132,13 +115,10 @@ def _without(ndim: int, gone: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def without(param: str) -> Callable[[Eqn], DimMaps]:
-    """Drops the dims that a parameter names."""
     return lambda eqn: [_without(len(shape), eqn.params[param]) for shape in _shapes(eqn)]
 
 
 def all_but(param: str) -> Callable[[Eqn], DimMaps]:
-    """All dims but those that a parameter names stay."""
-
     def dims(eqn: Eqn) -> DimMaps:
         gone, num = eqn.params[param], len(_shapes(eqn)[0])
         gone = [d % num for d in (gone if isinstance(gone, tuple) else (gone,))]
@@ -148,9 +128,9 @@ def all_but(param: str) -> Callable[[Eqn], DimMaps]:
 
 
 def shifted(param: str, by: int) -> Callable[[Eqn], DimMaps]:
-    """Dims from a parameter's on are one further behind (1), or before, and that one is gone (-1).
+    """`by=1` inserts a dim at the parameter's, `by=-1` removes that dim.
 
-    With `tiled` collectives it is gone alone: devices then are no dim of their own.
+    `tiled` collectives neither insert nor remove one, and mix the elements along it.
     """
 
     def dims(eqn: Eqn) -> DimMaps:
@@ -165,7 +145,7 @@ def shifted(param: str, by: int) -> Callable[[Eqn], DimMaps]:
 
 
 def windowed(eqn: Eqn) -> DimMaps:
-    """Slices, updates of slices and pads: dims that are whole are kept. Indices are scalars."""
+    """Slices, updates of slices and pads: dims that they take whole are kept. Indices are scalars."""
     kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
     if eqn.primitive.name == "slice":
         strides = eqn.params["strides"] or (1,) * len(kept)
@@ -182,8 +162,6 @@ def windowed(eqn: Eqn) -> DimMaps:
 
 
 def reduction(reduces: str | None = None, of_bools: str | None = None) -> FactorsOf:
-    """Reductions over `axes`; `of_bools` is the kind for Booleans."""
-
     def factors(eqn: Eqn) -> list[Factor]:
         kind = of_bools if eqn.invars[0].aval.dtype == bool else reduces
         return _of_maps(eqn, without("axes")(eqn), "", kind or reduces)
@@ -192,7 +170,6 @@ def reduction(reduces: str | None = None, of_bools: str | None = None) -> Factor
 
 
 def broadcast(eqn: Eqn) -> list[Factor]:
-    """`broadcast_in_dim`; a new dim's blocks are made of the whole operand."""
     out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
     operand, *dynamic = _shapes(eqn)
     source = {p: d for d, (n, p) in enumerate(zip(operand, places, strict=True)) if n == out[p]}
@@ -248,7 +225,7 @@ def _product(numbers: Any, lhs: int, rhs: int) -> list[Factor]:
     return found + [Factor(pair, (at,)) for at, pair in enumerate(pairs)]
 
 
-# Of `jax.nn.scaled_matmul`, which has no parameter for it.
+# What `jax.nn.scaled_matmul` contracts; it has no parameter for it.
 _LAST_OF_BOTH = (((2,), (2,)), ((0,), (0,)))
 
 
@@ -292,8 +269,9 @@ def _group(lhs: int, rhs: int, out: int, param: str, groups: int) -> Factor:
     return Factor((lhs, rhs), (out,), local=local, groups=groups)
 
 
-# A window as large as its dim stays where it is, wherever the indices would move it.
-STAYS_INSIDE = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+# Modes that clamp indices out of bounds: a window as large as its dim does not move. With a fill, no element
+# that is read out of bounds counts.
+CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def gather(eqn: Eqn) -> list[Factor]:
@@ -308,7 +286,7 @@ def gather(eqn: Eqn) -> list[Factor]:
     for k in range(indices.ndim - 1):
         found.append(Factor((batching.get(k), k), (places[k],)))
     for dim, out in zip(kept, numbers.offset_dims, strict=True):
-        moved = dim in numbers.start_index_map and eqn.params["mode"] not in STAYS_INSIDE
+        moved = dim in numbers.start_index_map and eqn.params["mode"] not in CLAMPED
         if sizes[dim] == operand.shape[dim] and not moved:
 
             def local(size: int, num: int, dim: int = dim) -> Params:
@@ -318,7 +296,7 @@ def gather(eqn: Eqn) -> list[Factor]:
     return found
 
 
-# What makes one result of the devices' own; the operand must be neutral on all but one of them.
+# How devices reduce their results to one; the operand must be neutral on all but one of them.
 SCATTER_REDUCES = {
     "scatter-add": "sum", "scatter-sub": "sum", "scatter-max": "max", "scatter-min": "min",
 }  # fmt: skip
@@ -341,10 +319,8 @@ def scatter(eqn: Eqn) -> list[Factor]:
             found.append(Factor((None, k, rows[k]), (None,), reduces))
     for dim, window in zip(kept, numbers.update_window_dims, strict=True):
         whole = updates.shape[window] == operand.shape[dim]
-        moved = (
-            dim in numbers.scatter_dims_to_operand_dims and eqn.params["mode"] not in STAYS_INSIDE
-        )
-        if whole and not moved:
+        moved = dim in numbers.scatter_dims_to_operand_dims
+        if whole and not (moved and eqn.params["mode"] not in CLAMPED):
             found.append(Factor((dim, None, window), (dim,)))
     return found
 
@@ -385,7 +361,7 @@ def window(eqn: Eqn) -> list[Factor]:
 
 
 def bitcast(eqn: Eqn) -> list[Factor]:
-    """To narrower words, which become a new last dim, or to wider ones."""
+    """Narrower words add a last dim, and wider ones remove it."""
     before, after = eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
     return _same(list(range(min(before, after))), eqn)
 
@@ -406,9 +382,9 @@ def tile(eqn: Eqn) -> list[Factor]:
 
 
 def ragged_dot(eqn: Eqn) -> list[Factor]:
-    """Batch dims, and those that are not ragged or grouped: free ones, in which the result has the same rows.
+    """Factors of all dims that are not ragged or grouped.
 
-    If the ragged dim is summed, the result has a dim of groups in front.
+    If the ragged dim is contracted, the result has a dim of groups in front.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -438,9 +414,9 @@ def ragged_dot(eqn: Eqn) -> list[Factor]:
 
 
 def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | None]]:
-    """Which dims of a `BCOO` are dims of its data and of its indices: those of a batch, and dense ones.
+    """The batch and dense dims of a `BCOO`, each with its dim in the data and in the indices.
 
-    Those between are what its indices count; data and indices have one dim instead, of their number.
+    The sparse dims between them are one dim of the data and of the indices: the number of stored elements.
     """
     batch, by_index = len(indices) - 2, indices[-1]
     found: dict[int, tuple[int, int | None]] = {dim: (dim, dim) for dim in range(batch)}
@@ -448,13 +424,13 @@ def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | N
 
 
 def _of_size(atoms: Sequence[Atom], dims: FactorDims, size: int) -> FactorDims:
-    """Data and indices may have size 1 along a batch dim, for all rows."""
+    """`dims` without those of size 1, by which data and indices are broadcast along a batch dim."""
     pairs = zip(atoms, dims, strict=True)
     return tuple(None if d is None or atom.aval.shape[d] != size else d for atom, d in pairs)
 
 
 def _of_info(eqn: Eqn, **dims: int | None) -> Callable[[int, int], Params]:
-    """Parameters that hold the shape of a sparse array, by the dim of it that is cut."""
+    """`Factor.local` for parameters that hold shapes of sparse arrays, each with the dim that is cut."""
 
     def local(size: int, num: int) -> Params:
         found = Params()
@@ -482,7 +458,7 @@ def sparse_dot(eqn: Eqn) -> list[Factor]:
 
 
 def sampled_dot(eqn: Eqn) -> list[Factor]:
-    """A product of which only the elements at indices are computed."""
+    """A matrix product of which only the elements at `indices` are computed."""
     lhs, rhs, indices = _shapes(eqn)
     factors = _product(eqn.params["dimension_numbers"], len(lhs), len(rhs))
     stored, found = _stored(indices, len(factors)), []
@@ -514,12 +490,11 @@ def dense_to_sparse(eqn: Eqn) -> list[Factor]:
 
 
 def sparse_of_dense(eqn: Eqn) -> list[Factor]:
-    """Batch dims, as many as a parameter says."""
     return _same(list(range(eqn.params["n_batch"])), eqn)
 
 
 def _to_sparse(eqn: Eqn, ins: FactorDims, out: int, **dims: int | None) -> Iterator[Factor]:
-    """A batch dim of the result, which its data, its indices or both have."""
+    """The factor of a sparse result's batch dim, which its data, its indices or both have."""
     name, dim = next((name, dim) for name, dim in dims.items() if dim is not None)
     size = eqn.params[name].shape[dim]
     outs = _of_size(eqn.outvars, (out, out), size)
@@ -528,7 +503,7 @@ def _to_sparse(eqn: Eqn, ins: FactorDims, out: int, **dims: int | None) -> Itera
 
 
 def sparse_rows(eqn: Eqn) -> list[Factor]:
-    """From a sparse array to one: batch dims, which a permutation may permute."""
+    """The batch dims of an operation on one sparse array, which it may permute."""
     batch, found = len(_shapes(eqn)[1]) - 2, list[Factor]()
     for out, dim in enumerate(eqn.params.get("permutation", range(batch))[:batch]):
         found += _to_sparse(eqn, (dim, dim), out, spinfo=dim)
@@ -536,7 +511,7 @@ def sparse_rows(eqn: Eqn) -> list[Factor]:
 
 
 def sparse_product(eqn: Eqn) -> list[Factor]:
-    """A product of two sparse arrays, which is sparse: the batch dims of either."""
+    """The batch dims of a product of two sparse arrays."""
     _, lhs, _, rhs = _shapes(eqn)
     numbers, found = (((), ()), eqn.params["dimension_numbers"][1]), list[Factor]()
     for out, factor in enumerate(_product(numbers, len(lhs) - 2, len(rhs) - 2)):

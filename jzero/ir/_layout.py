@@ -51,7 +51,7 @@ class Partial(NamedTuple):
 
 
 class Dim(NamedTuple):
-    """`size` elements, padding included; the cuts are ordered by `outer`."""
+    """A dim of `size` elements, padding included; its cuts are ordered by `outer`."""
 
     size: int
     cuts: tuple[AxisCut, ...] = ()
@@ -69,8 +69,8 @@ class Dim(NamedTuple):
 class Layout:
     """The dims of a value with their cuts and padding, and its partial sums.
 
-    `mesh` has `(axis, devices)` from the outermost axis to the innermost. An axis cuts one dim, or has a
-    partial sum, or neither, as do axes of one device.
+    `mesh` lists `(axis, devices)` from the outermost axis to the innermost. An axis of one device never cuts
+    a dim and has no partial sum; any other cuts one dim, or has a partial sum, or neither.
     """
 
     dims: tuple[Dim, ...]
@@ -79,7 +79,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         cut = [dim for dim in self.dims if dim.cuts]
-        if not cut and not self.partial:  # As most are.
+        if not cut and not self.partial:
             return
         axes = [c.axis for dim in cut for c in dim.cuts] + [p.axis for p in self.partial]
         assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
@@ -119,7 +119,6 @@ class Layout:
 
     @functools.cached_property
     def axes(self) -> frozenset[str]:
-        """The axes that shard a dim."""
         return frozenset([cut.axis for dim in self.dims for cut in dim.cuts])
 
     @functools.cached_property
@@ -148,7 +147,7 @@ class Layout:
 
     # -- other layouts of the same value --------------------------------------------------------------
     def cut(self, dim: int, axis: str, outer: int | None = None) -> Layout:
-        """Also sharded along a dim, by default within its shards; padded if necessary."""
+        """This layout, sharded along a dim, too: by default within its shards, and padded if necessary."""
         old = self.dims[dim]
         if self.num([axis]) == 1:
             return self
@@ -163,31 +162,26 @@ class Layout:
         return self.with_dims({dim: new})
 
     def shard(self, dim: int, axes: Iterable[str]) -> Layout:
-        """Also sharded along a dim over several axes, the first one outermost."""
         return functools.reduce(lambda layout, axis: layout.cut(dim, axis), axes, self)
 
     def without(self, axes: Collection[str]) -> Layout:
-        """Replicated over axes that shard it, without padding that only they needed."""
+        """This layout without the axes' cuts, and without padding that only they needed."""
         found = self._drop(axes)
         unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
         return found._unpadded(itertools.compress(itertools.count(), unpadded))
 
     def without_cuts(self) -> Layout:
-        """Replicated, with the same padding."""
         return self._drop([axis for axis, _ in self.mesh])
 
     def with_partial(self, *partial: Partial) -> Layout:
-        """Also partial over axes."""
         new = tuple(p for p in partial if self.num([p.axis]) > 1)
         return dataclasses.replace(self, partial=(*self.partial, *new))
 
     def reduced(self, axes: Collection[str]) -> Layout:
-        """No longer partial over axes."""
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
 
     def with_dims(self, new: Mapping[int, Dim]) -> Layout:
-        """With other dims at some positions."""
         dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
         return dataclasses.replace(self, dims=dims)
 
@@ -196,7 +190,7 @@ class Layout:
         return self.with_dims({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
 
     def _unpadded(self, dims: Iterable[int]) -> Layout:
-        """Without the padding of dims, and without cuts that need it."""
+        """This layout without the padding of `dims`, and without cuts that need it."""
         new = {}
         for d in dims:
             size, cuts = self.dims[d].true, self.dims[d].cuts
@@ -238,7 +232,7 @@ class Layout:
         return dataclasses.replace(self, dims=tuple(dims)), (axes, pads)
 
     def spec(self) -> PartitionSpec | None:
-        """Of the padded value; None if no PartitionSpec describes it (cut in blocks, or partial)."""
+        """The PartitionSpec of the padded value; None if it is partial, or cut in several blocks."""
         if self.partial or any(_runs([(1, 1), *self.digits(d.cuts)])[1:] for d in self.dims):
             return None
         names = [tuple(cut.axis for cut in dim.cuts) for dim in self.dims]
@@ -302,7 +296,7 @@ def dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, 
 
 
 def _blocks(dims: Sequence[Dim], dim: int, at: int) -> int:
-    """The `outer` of a cut along a dim that is `at` along the flat order; 0 if there is none."""
+    """The `outer` along `dim` of a cut whose `outer` in the flat order is `at`; 0 if there is none."""
     before = math.prod(d.size for d in dims[:dim])
     return 0 if before == 0 or dims[dim].size == 0 or at % before else at // before
 
@@ -310,8 +304,8 @@ def _blocks(dims: Sequence[Dim], dim: int, at: int) -> int:
 def _padding_moved(old: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
     """The dims after a reshape, not cut yet; None if none of them can have the padding.
 
-    In the flat order the operand is `pad.outer` blocks that begin with the value's elements: any dim that
-    begins with as many blocks can have the padding, if its part of a block is a whole number.
+    In the flat order the operand consists of blocks that begin with the value's elements. A new dim can have
+    the padding if as many blocks begin there, each of a whole number of its elements.
     """
     new = [Dim(n) for n in shape]
     padded = [(k, dim.pad) for k, dim in enumerate(old) if dim.pad is not None]
@@ -336,10 +330,10 @@ class LayoutStep(NamedTuple):
     """One collective or local operation of a conversion.
 
     `gather`, `scatter` (a partial sum to shards), `exchange` (all-to-all: a cut moves to another place),
-    `reduce` and `permute` (blocks move whole) communicate. `slice`, `mask` (a replicated value to a partial
-    sum: the first device has it), `pad` and `unpad` are local. `axes` are in their order in the dim.
-    `received` is bytes per device and axis: what comes from a device that differs in several axes counts for
-    the outermost of them.
+    `reduce` and `permute` (whole blocks move) communicate. `slice`, `mask` (a replicated value to a partial
+    sum: the first device keeps it), `pad` and `unpad` are local. `axes` are in their order in the dim.
+    `received` counts bytes per device by axis; what comes from a device that differs in several axes counts
+    for the outermost of them.
     """
 
     kind: str
@@ -354,41 +348,40 @@ _BYTES = AxisTimes(0, 1, 1)
 
 
 def price_of(steps: Iterable[LayoutStep], prices: Prices) -> int:
-    """The price of steps one after the other."""
     moved = ((step.kind, axis, n) for step in steps for axis, n in step.received)
     return sum(times_along(prices, axis).of(kind, n) for kind, axis, n in moved)
 
 
 def times_along(prices: Prices, axis: str) -> AxisTimes:
-    """The times of collectives along an axis; their bytes, if `prices` has no entry."""
+    """The times of collectives along an axis; by default, their bytes."""
     return dict(prices).get(axis, _BYTES)
 
 
 class NoWayError(LookupError):
-    """No conversion from layout to layout leaves an axis as it is."""
+    """No conversion between two layouts moves nothing along a given axis."""
 
 
 @functools.lru_cache(maxsize=2**14)
 def conversion(
     source: Layout, target: Layout, itemsize: int, prices: Prices = (), still: str = "",
 ) -> tuple[LayoutStep, ...]:  # fmt: skip
-    """The cheapest steps from layout to layout (Dijkstra).
+    """The cheapest steps from `source` to `target` (Dijkstra), without communication along `still`.
 
-    Least `price_of`; then no collective over axes that are not in the mesh's order, which would cross the
-    outer ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and
-    steps; then what `_moves` has first. An axis goes where the target has it, or becomes replicated; a
-    partial sum may be scattered anywhere. Along the axis `still` nothing moves.
+    Cheapest is the least `price_of`; then the fewest collectives whose axes are not in the mesh's order (they
+    would send everything over the outer axes, whose links are slower), the fewest collectives, bytes over
+    outer axes, and steps; then the first of `_moves`. An axis moves only to its place in the target, or
+    becomes replicated; a partial sum may be scattered anywhere.
 
     Raises:
-      NoWayError: every way moves something along `still`.
+      NoWayError: every conversion communicates along `still`.
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
     goal, order = _plain(target), itertools.count()
     queue = [((0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
-    # Gathered and reduced, any goal can be cut, unless an axis is to stay.
+    # A value that is gathered and reduced can be cut to any goal, so only `still` can empty the queue.
     while queue and (found := heapq.heappop(queue))[2] != goal:
-        (paid, mixed, collectives, outer, _), _, now, steps = found
+        (paid, unordered, collectives, outer, _), _, now, steps = found
         if now in seen:
             continue
         seen.add(now)
@@ -399,7 +392,7 @@ def conversion(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
             )
             cost = (
-                paid + price_of([step], prices), mixed + _is_out_of_order(step),
+                paid + price_of([step], prices), unordered + _is_out_of_order(step),
                 collectives + (kind not in LOCAL), outer + _over_outer_axes(step), len(steps) + 1,
             )  # fmt: skip
             heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
@@ -411,7 +404,7 @@ def conversion(
 def _received(
     kind: str, axes: Sequence[str], before: Layout, after: Layout, itemsize: int
 ) -> tuple[tuple[str, int], ...]:
-    """Bytes by axis: a device receives an equal part from each other device."""
+    """Bytes by axis; a device receives an equal part from each other device."""
     nbytes = math.prod((after if kind == "gather" else before).local_shape) * itemsize
     moved = [(axis, n) for axis, n in before.mesh if axis in axes and kind not in LOCAL]
     if kind == "permute":
@@ -423,19 +416,18 @@ def _received(
 
 
 def _is_out_of_order(step: LayoutStep) -> bool:
-    """Whether one collective is over several axes that are not in the mesh's order."""
     places = [axis for axis, _ in step.before.mesh if axis in step.axes]
     return step.kind in ("gather", "scatter", "exchange") and places != [*step.axes]
 
 
 def _over_outer_axes(step: LayoutStep) -> int:
-    """Bytes, weighted by the number of axes inside of the one that they cross."""
+    """Received bytes, weighted by the number of axes inside the one that they cross."""
     inner = {axis: i for i, (axis, _) in enumerate(reversed(step.before.mesh))}
     return sum(inner[axis] * nbytes for axis, nbytes in step.received)
 
 
 def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    """Candidate next steps: gathers of any shards, and every step that produces a part of the goal."""
+    """Candidate next steps `(kind, axes, layout)`: any gather, and every step that brings the goal closer."""
     for d, (dim, wanted) in enumerate(zip(now.dims, goal.dims, strict=True)):
         for axes in _neighbours(now, dim):
             yield "gather", axes, (gathered := now._drop(axes))
@@ -473,14 +465,14 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
 
 
 def _neighbours(layout: Layout, dim: Dim) -> Iterator[tuple[str, ...]]:
-    """Adjacent axes of a dim, which one collective can serve together."""
+    """Runs of adjacent axes of a dim, for which one collective suffices."""
     for i, j in itertools.combinations(range(len(dim.cuts) + 1), 2):
         if len(_runs(layout.digits(dim.cuts[i:j]))) == 1:
             yield tuple(cut.axis for cut in dim.cuts[i:j])
 
 
 def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
-    """With adjacent cuts of the goal, in this order; None if they are not, or do not fit yet."""
+    """`layout` with the goal's cuts of `axes`; None if they are not adjacent there, or do not fit yet."""
     place = goal.place(axes[0])
     if place is None or tuple(axes) not in _neighbours(goal, goal.dims[place[0]]):
         return None
@@ -491,7 +483,7 @@ def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
 
 
 def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:
-    """Whether an all-to-all does it: within one dim, the two cuts must not overlap."""
+    """Whether an all-to-all makes `moved`: within one dim, the old and new cuts must not overlap."""
     digits = sorted(now.digits({*now.dims[dim].cuts, *moved.dims[dim].cuts}))
     return moved.place(axes[0]) != now.place(axes[0]) and fits(moved.dims[dim].size, digits)
 
@@ -502,7 +494,7 @@ def _blocks_of(layout: Layout) -> list[tuple[int, Pad | None, Digits]]:
 
 
 def permutation(step: LayoutStep) -> list[tuple[int, int]]:
-    """`(from, to)` of a permute, in linear device indices along its axes."""
+    """The `(source, destination)` pairs of a permute, in linear device indices along its axes."""
     holders, users = defaultdict(list), defaultdict(list)
     sizes = [step.before.num([axis]) for axis in step.axes]
     for i, at in enumerate(itertools.product(*map(range, sizes))):
@@ -513,7 +505,7 @@ def permutation(step: LayoutStep) -> list[tuple[int, int]]:
 
 
 def _start(layout: Layout, device: Mapping[str, int]) -> tuple[int, ...]:
-    """Where a device's block begins in each dim, as far as the given axes say."""
+    """Where a device's block begins in each dim, along the axes that `device` has."""
     return tuple(
         sum(
             device[axis] * (dim.size // (outer * layout.num([axis])))

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another loop of it.
+"""`Scan`, a `lax.scan` taken apart; `ScanBuilder`, which changes it; and two transformations.
 
-Two transformations take a `Scan` and return one that computes the same::
-
-    opened       no stacks: an iteration reads and writes its position in whole arrays
-    pipelined    each iteration computes ahead what the next one needs; the last one stands behind the loop
-
-Iterations with side effects keep the order of these.
+`opened` replaces stacks by whole arrays, in which an iteration reads and writes its row. `pipelined` has each
+iteration compute ahead what the next one needs. Both keep the order of side effects.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-# The name under which loops over microbatches are made.
-MICROBATCHES = "jzero.microbatches"
+MICROBATCHES = "jzero.microbatches"  # The name scope of loops over microbatches.
 
 
 class ConstPort(NamedTuple):
@@ -47,34 +42,21 @@ class CarryPort(NamedTuple):
 
 
 class SlicePort(NamedTuple):
-    """A stack of which each iteration gets a slice."""
-
     stack: Atom
     row: Var
 
 
 class StackPort(NamedTuple):
-    """A stack of results of iterations."""
-
     row: Atom
     stack: Var
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A `lax.scan` taken apart, and equations around it.
+    """A `lax.scan` taken apart, and equations before and after it."""
 
-    Attributes:
-      eqn: the loop as it was: its line, its effects, and the constants of its body.
-      eqns: of an iteration.
-      consts, carries, xs, ys: its ports.
-      length: how many iterations.
-      reverse: whether the last slice is the first iteration's.
-      before, after: equations that stand around it.
-    """
-
-    eqn: Eqn
-    eqns: tuple[Eqn, ...]
+    eqn: Eqn  # The original loop: its line, its effects, and the constants of its body.
+    eqns: tuple[Eqn, ...]  # The body's.
     consts: tuple[ConstPort, ...]
     carries: tuple[CarryPort, ...]
     xs: tuple[SlicePort, ...]
@@ -117,19 +99,14 @@ class Scan:
         return _jaxpr.scan_like(self.eqn, self.body, ins, outs, *nums, self.length, self.reverse)
 
     def equations(self) -> list[Eqn]:
-        """The loop and the equations around it."""
         return [*self.before, self.equation(), *self.after]
 
 
 class ScanBuilder:
-    """A loop while it changes: adds ports by name, and equations at both ends of the body and outside.
+    """Adds ports and equations to a loop.
 
-    Attributes:
-      scan: the loop as it was.
-      first, last: write equations of an iteration, before and behind those that it has.
-      before, after: write equations around the loop.
-      consts, carries, xs, ys: its ports.
-      inner: of what each iteration reads whole, its name in an iteration.
+    `first` and `last` write equations at both ends of the body, `before` and `after` those around the loop.
+    `inner` maps loop constants to their names in the body.
     """
 
     def __init__(self, scan: Scan):
@@ -141,7 +118,7 @@ class ScanBuilder:
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
     def whole(self, atom: Atom) -> Atom:
-        """An atom as a loop constant."""
+        """The name in the body of an atom, which becomes a loop constant."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.inner:
@@ -150,7 +127,7 @@ class ScanBuilder:
         return self.inner[atom]
 
     def slice(self, stack: Var) -> Var:
-        """An iteration's slice of a stack."""
+        """The name in the body of an iteration's slice of a stack."""
         known = [port.row for port in self.xs if port.stack is stack]
         if not known:
             known.append(_jaxpr.var_like(stack.aval, stack.aval.shape[1:]))
@@ -158,7 +135,7 @@ class ScanBuilder:
         return known[0]
 
     def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
-        """Drops the slices of a stack: `row` writes the equation that makes an iteration's slice."""
+        """Replaces the slices of a stack by an equation in the body, which `row` writes."""
         for port in self.xs:
             if port.stack is stack:
                 row(port.row)
@@ -172,13 +149,11 @@ class ScanBuilder:
         return out
 
     def stack(self, row: Atom, out: Var | None = None) -> Var:
-        """Stacks a result of each iteration."""
         out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
         self.ys.append(StackPort(row, out))
         return out
 
     def build(self, **changes: Any) -> Scan:
-        """The loop; `changes` are other fields of it."""
         assert not [*self.first.consts, *self.last.consts], "constants of an iteration have no port"
         return dataclasses.replace(
             self.scan,
@@ -193,7 +168,7 @@ class ScanBuilder:
 def opened(scan: Scan) -> Scan:
     """A loop without stacks: an iteration slices whole arrays, and updates those that it carries.
 
-    The first carry is an iteration's place; then come the loop's own, and then the stacks that it makes.
+    The carries are the row's index, then the loop's own, then the stacks of results.
     """
     builder = ScanBuilder(scan)
     builder.xs, builder.ys, builder.carries = [], [], []
@@ -227,16 +202,16 @@ def empty(writer: JaxprWriter, stack: Var) -> Var:
 
 
 def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
-    """Each iteration makes for the next one what is `ahead`, which follows from its slices and consts alone.
+    """Each iteration computes the next one's values `ahead`, which depend on slices and constants only.
 
-    It runs like this, and nothing is made more often than it was::
+    ::
 
-        made = make(xs[0])
-        for i in range(length - 1):
-            made, (carry, ys[i]) = make(xs[i + 1]), body(carry, xs[i], made)
-        carry, ys[-1] = body(carry, xs[-1], made)
+    made = make(xs[0])
+    for i in range(length - 1):
+        made, (carry, ys[i]) = make(xs[i + 1]), body(carry, xs[i], made)
+    carry, ys[-1] = body(carry, xs[-1], made)
     """
-    _check_closed(scan)
+    assert not _jaxpr.scan_parts(scan.eqn).body_consts, "they are not in scope outside the loop"
     making, rest = _making(scan, ahead)
     loop = opened(dataclasses.replace(scan, xs=(), ys=(), eqns=()))
     builder = ScanBuilder(dataclasses.replace(loop, eqns=(), carries=()))
@@ -285,7 +260,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     outs = [_jaxpr.new_var(var) for var in befores]
     builder.carries = [*map(CarryPort, inits, befores, afters, outs)]
     num, end = len(first), 1 + len(first)
-    # A place that is known, so that what the last iteration gathers need not wait for the loop.
+    # A constant index, so that the last iteration's gathers need not wait for the loop.
     last_at, lasts = _place(0 if scan.reverse else scan.length - 1), outs[1:]
     on_host = {p.stack: p.stack for p in scan.ys if _jaxpr.is_on_host(p.stack.aval)}
     carry, made_stacks = iteration(
@@ -300,7 +275,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
 
 def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that make `ahead`, and the other ones."""
+    """The equations that compute `ahead`, and those that the rest of an iteration needs."""
     given = {port.inner for port in scan.consts} | {port.row for port in scan.xs}
     wanted, making = set(ahead), list[Eqn]()
     for eqn in reversed(scan.eqns):
@@ -319,11 +294,6 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
             rest.append(eqn)
             needed.update(v for v in variables(eqn.invars) if v not in known)
     return making, rest[::-1]
-
-
-def _check_closed(scan: Scan) -> None:
-    consts = _jaxpr.scan_parts(scan.eqn).body_consts
-    assert not consts, "constants of the body are not in scope outside"
 
 
 def makes_keys(scan: Scan) -> bool:

@@ -12,37 +12,32 @@ from jzero.tracing._types import Aval
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """A copy of `x` in pinned memory of the host."""
     copy: jax.Array = jax.device_put(x, jax.memory.Space.Host)
     return copy
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """A copy of `x` on the device."""
     copy: jax.Array = jax.device_put(x, jax.memory.Space.Device)
     return copy
 
 
 def empty_stack(length: int, aval: Aval) -> jax.Array:
-    """Zeros `[iterations, n, d]` for results `[n, d]` of iterations, in the memory space of their type."""
+    """Zeros of shape `[length, *aval.shape]` in the memory space of `aval`."""
     if not _jaxpr.is_on_host(aval):
         return lax.full((length, *aval.shape), 0, aval.dtype)
     return empty_on_host(length, aval.shape, aval.dtype)
 
 
 def empty_on_host(length: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """The same in pinned memory of the host."""
     stack: jax.Array = lax.broadcast(_jaxpr.zero_on_host(dtype), (length, *shape))
     return stack
 
 
 def is_sent(eqn: _jaxpr.Eqn) -> bool:
-    """Whether the equation copies a value from the device to the host."""
     return _jaxpr.changes_memory(eqn) and _jaxpr.is_on_host(eqn.outvars[0].aval)
 
 
 def is_fetch(eqn: _jaxpr.Eqn) -> bool:
-    """Whether the equation copies a value from the host to the device."""
     return (
         _jaxpr.changes_memory(eqn)
         and _jaxpr.is_on_host(eqn.invars[0].aval)

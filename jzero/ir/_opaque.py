@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opaque calls: callbacks, FFI calls and kernels, of which JAX does not say what they do.
+"""Opaque calls: callbacks, FFI calls and kernels, whose computation JAX does not know.
 
-A device runs one on its own rows if the step promises that rows are apart (`jzero.per_example`), or if the
-call itself proves it; that it *could* run on fewer rows proves nothing. Else the rows are gathered.
+A device runs one on its own rows if the step promises that rows are independent (`jzero.per_example`), or if
+the call itself proves it; that it *could* run on fewer rows proves nothing. Else the rows are gathered.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ NAMES = frozenset({*CALLS, KERNEL, *ATTENTION})
 
 
 def factors(eqn: Eqn, rows: Sequence[int | None], scopes: Sequence[str]) -> list[Factor]:
-    """The dim along which an opaque call treats its rows apart, if one is known.
+    """The dims along which an opaque call is known to treat its rows independently.
 
-    Args:
-      eqn: the call.
-      rows: the dim along which each operand has rows; None for what has none.
-      scopes: the name scopes of the call, and of the loops, branches and calls that it is in.
+    `rows` is each operand's batch dim or None, `scopes` are the call's `scopes_of`.
     """
     promised = _jaxpr.PER_EXAMPLE in scopes
     if eqn.primitive.name == KERNEL:
@@ -47,7 +44,7 @@ def factors(eqn: Eqn, rows: Sequence[int | None], scopes: Sequence[str]) -> list
 
 
 def why_gathered(eqn: Eqn, found: Sequence[Factor], scopes: Sequence[str], num: int) -> str:
-    """The report's reason why a call gathers rows, also if it has factors."""
+    """The reason why a call gathers rows, for the report."""
     if eqn.primitive.name in ATTENTION:
         return _ATTENTION
     if eqn.primitive.name == KERNEL and found:
@@ -77,14 +74,14 @@ def _promised(eqn: Eqn, rows: Sequence[int | None], is_transposed: bool) -> list
     types = eqn.params["result_avals"]
     if not all(map(has_rows, types)):
         return []
-    # [Note: as long as the batch] Of a whole operand nobody knows then whether it has rows; nor, of two dims,
-    # along which of them (test_opaque.py::test_what_shapes_contradict_is_gathered).
+    # [Note: as long as the batch] If another operand, or another dim, is as long as the batch, the shapes do
+    # not say which ones have rows (test_opaque.py::test_what_shapes_contradict_is_gathered).
     shapes = [x.shape for x in (*with_rows, *types)]
     if any(size in x.shape for x in without) or any(
         size in (*s[:dim], *s[dim + 1 :]) for s in shapes
     ):
         return []
-    # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance
+    # In a backward pass the gradient of an operand that all rows share may be as long by chance
     # (test_a_gradient_that_looks_like_rows_is_refused).
     if is_transposed and any(all(t.shape != x.shape for x in with_rows) for t in types):
         return []
@@ -99,10 +96,10 @@ def _promised(eqn: Eqn, rows: Sequence[int | None], is_transposed: bool) -> list
 
 
 def _of_attention(eqn: Eqn) -> list[Factor]:
-    """Of cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it: the batch.
+    """The batch of cuDNN's attention, `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-    Not if bits are drawn for all of it, or if sequences share a row. A result without rows is the gradient
-    of a bias that they share: a sum, to which padding must not be added.
+    It has none if dropout draws bits for the whole batch, or if sequences share a row. A result without rows
+    is the gradient of a bias that rows share: a sum, to which padding must not be added.
 
     Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (0.10.2, 0.12), whose own partitioning splits the
     batch so, and sums that gradient.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the grid of a Pallas kernel proves: which of its blocks belong to which rows.
+"""Pallas kernels whose grid proves that rows are independent.
 
-A program of the grid reads and writes the blocks that the index maps give it. If one grid dim alone says
-which rows these are, and its programs share nothing, a device runs those of its rows: a smaller grid.
+A program of the grid reads and writes the blocks that the index maps select. If one grid dim alone selects
+the rows, and its programs share nothing, a device runs the programs of its own rows: a smaller grid.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jzero.ir._regions import variables
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
-# What a kernel may do besides computing, and share nothing with the programs of other blocks: read and write
-# its own, and ask which program it is, of another grid dim. Not: semaphores, copies, generators with a state.
+# A kernel shares nothing with the programs of other blocks if it only computes, reads and writes its own
+# blocks, and asks for its number along other grid dims. Semaphores, copies and stateful generators do share.
 _CALLS = {"cond", "scan", "while", *_jaxpr.CALLS}
 _NUMBERS = {"program_id", "num_programs"}
 _IN_BLOCKS = {"get", "swap", "addupdate", "masked_load", "masked_swap"}
@@ -28,7 +28,7 @@ _SHARES_NOTHING = frozenset(
 
 
 def factors(eqn: Eqn, promised: bool) -> list[Factor]:
-    """Dims whose blocks are independent, by the grid, and by the kernel's body unless `promised`."""
+    """Dims whose blocks are independent by the grid and, unless `promised`, by the kernel's body."""
     mapping = eqn.params["grid_mapping"]
     plain = (
         mapping.num_index_operands == 0
@@ -44,13 +44,13 @@ def factors(eqn: Eqn, promised: bool) -> list[Factor]:
 
 
 def _is_apart(eqn: Eqn, axis: int, promised: bool) -> bool:
-    """Whether programs with another index along a grid dim share nothing but what they are given.
+    """Whether programs along a grid dim share nothing but their operands.
 
-    A promise says so of scratch memory and of what a kernel does. But a kernel that asks for its number may
-    read with it the row of an operand that is there whole, and on each device programs are numbered anew.
+    A promise covers scratch memory and the kernel's operations. It does not cover a kernel that asks for its
+    number: this may select a row of a replicated operand, and each device numbers its programs anew.
     """
     mapping = eqn.params["grid_mapping"]
-    # A kernel numbers the grid as it was before `vmap` added dims; from the end, too.
+    # A kernel numbers the grid dims without those that `vmap` added; negative numbers count from the end.
     numbered = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
     inside = [*_jaxpr.walk(_jaxpr.open_jaxpr(eqn.params["jaxpr"])[0])]
     if any(e.primitive.name in _NUMBERS and numbered[e.params["axis"]] == axis for e in inside):
@@ -60,7 +60,7 @@ def _is_apart(eqn: Eqn, axis: int, promised: bool) -> bool:
 
 
 def _along(eqn: Eqn, axis: int) -> Factor | None:
-    """The dims of operands and results whose block a grid dim chooses, if it chooses nothing else."""
+    """The factor of the dims whose block a grid dim selects; None if it does not select one dim's blocks."""
     mapping = eqn.params["grid_mapping"]
     dims: list[int | None] = []
     sizes: list[int] = []  # of the blocks
@@ -86,7 +86,7 @@ def _along(eqn: Eqn, axis: int) -> Factor | None:
 
 
 def _chosen(blocks: Any, axis: int) -> dict[int, int | None]:
-    """The dims of an array whose block a grid dim chooses, with the block's size; None if not one for one."""
+    """The dims of an array whose block a grid dim selects, with the block's size; None if not one for one."""
     jaxpr, _ = _jaxpr.open_jaxpr(blocks.index_map_jaxpr)
     index = jaxpr.invars[axis]
     depends = {index}
@@ -107,7 +107,7 @@ def _size(block: Any) -> int | None:
 
 
 def _with_programs(eqn: Eqn, axis: int, programs: int, dims: list[int | None]) -> Params:
-    """The call's parameters with so many programs along a grid dim, and arrays of the matching size."""
+    """The call's parameters with `programs` along a grid dim, and arrays of the matching size."""
     mapping = eqn.params["grid_mapping"]
     grid = (*mapping.grid[:axis], programs, *mapping.grid[axis + 1 :])
     all_blocks = []

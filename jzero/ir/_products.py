@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplications of matrix products and convolutions, also inside loops and branches."""
+"""Counts the multiplications of matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jzero.tracing._types import Eqn
 
 
 def products(region: Region, eqn: Eqn) -> int:
-    """Multiplications of an equation's products: for a `while`, of one iteration; for a `cond`, the most."""
+    """Multiplications, also inside programs: a `while` counts once, a `cond` as its largest branch."""
     if eqn.primitive.name in COUNTS:
         return COUNTS[eqn.primitive.name](eqn)
     inner = [sum(products(child, e) for e in child.jaxpr.eqns) for child in region.inner(eqn)]

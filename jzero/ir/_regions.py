@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions: the places where the programs of a step run, and which value is which across them.
+"""Regions: the programs inside a step's equations, and which value becomes which across their boundaries.
 
-A loop, a branch, a `jax.checkpoint`, a call, a custom derivative and an operation that JAX expands hold
-programs of their own. `edges` says of each which of its values become which of theirs, so that what is
-written on edges needs to know none of these operations.
+Loops, branches, `jax.checkpoint`, calls, custom derivatives and operations that JAX expands hold programs.
+`edges` maps an equation's values to those of its programs, so that an analysis need not know these
+operations.
 """
 
 from __future__ import annotations
@@ -23,22 +23,15 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """One place where a program runs: a function that is called twice is two regions.
-
-    Attributes:
-      jaxpr: the program.
-      consts: values of its `constvars`.
-      autodiff: the pass of `jax.grad` around it: 'forward' or 'backward'.
-      around: the equation that holds it, and the region of that.
-    """
+    """A program at one place: a function that is called twice is two regions."""
 
     jaxpr: Jaxpr
     consts: list[ArrayLike]
-    autodiff: str | None = None
-    around: tuple[Region, Eqn] | None = None
+    autodiff: str | None = None  # The pass of `jax.grad` around it: 'forward' or 'backward'.
+    around: tuple[Region, Eqn] | None = None  # The equation that holds it, with that one's region.
 
     def inner(self, eqn: Eqn) -> Sequence[Self]:
-        """Regions of the programs inside an equation; for a `while` the condition first, then the body."""
+        """Regions of the programs inside an equation; a `while` has its condition first, then its body."""
         if id(eqn) not in self._inner:
             around, autodiff = (self, eqn), self.pass_of(eqn)
             found = [type(self)(*program, autodiff, around) for program in _programs(eqn)]
@@ -50,7 +43,7 @@ class Region:
         return {}
 
     def with_inner(self, eqn: Eqn, rewrite: Callable[[Self], Jaxpr]) -> Eqn:
-        """The equation with its programs rewritten; itself if all stay."""
+        """The equation with its programs rewritten; itself if none changes."""
         inner = {id(each.jaxpr): each for each in self.inner(eqn)}
 
         def within(body: Jaxpr) -> Jaxpr:
@@ -60,7 +53,7 @@ class Region:
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:
-        """Indices of the equations that read a variable; the number of equations if it is returned."""
+        """Indices of the equations that read a variable; `len(eqns)` if it is returned."""
         readers: dict[Var, list[int]] = {}
         for i, atoms in enumerate([*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars]):
             for var in variables(atoms):
@@ -69,11 +62,11 @@ class Region:
 
     @functools.cached_property
     def makers(self) -> dict[Var, int]:
-        """The index of the equation that makes a variable; arguments and constants have none."""
+        """The index of the equation that computes a variable."""
         return {out: i for i, eqn in enumerate(self.jaxpr.eqns) for out in eqn.outvars}
 
     def pass_of(self, eqn: Eqn) -> str | None:
-        """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
+        """'forward' or 'backward' if JAX's AD wrote the equation, or the loop or call around it."""
         return self.autodiff or _jaxpr.autodiff_pass(eqn)
 
     def at_line(self, eqn: Eqn) -> str:
@@ -104,44 +97,33 @@ ValueIn: TypeAlias = tuple[Region, Atom]
 class EdgeKind(enum.Enum):
     """How a value becomes another one across an equation.
 
-    IN: an operand, an argument of a program inside. OUT: what a program returns, a result. BACK: what a
-    iteration of a loop returns, an argument of the next. PAST: an operand, a result, if a loop has no
-    iteration. PREDICATE: what decides which program runs, or whether an iteration does, and what thereby is
-    one value or another.
+    IN: an operand becomes an argument of a program inside. OUT: a program's output becomes a result. BACK: an
+    iteration's output becomes an argument of the next. PAST: an operand becomes a result of a loop without
+    iterations. PREDICATE: a condition decides which value a result or carry has.
     """
 
     IN, OUT, BACK, PAST, PREDICATE = range(5)
 
 
 class Edge(NamedTuple):
-    """One value that becomes another.
-
-    Attributes:
-      kind: how.
-      source: the value.
-      target: what it becomes.
-      shift: its dim d is dim `d + shift` of the target: -1 where a loop slices a stack, 1 where it makes one.
-    """
+    """A value that becomes another."""
 
     kind: EdgeKind
     source: ValueIn
     target: ValueIn
-    shift: int = 0
+    shift: int = 0  # Dim d becomes dim `d + shift`: -1 where a loop slices, 1 where it stacks.
 
 
 def edges(region: Region, eqn: Eqn) -> list[Edge]:
-    """The edges across an equation; none if it has no inner jaxpr that is known."""
+    """The edges across an equation; none if it holds no programs."""
     inner = region.inner(eqn)
-    if not inner:
-        return []
-    of = _EDGES.get(eqn.primitive.name, _call_edges)
-    return [*of(region, eqn, inner)]
+    across = _EDGES.get(eqn.primitive.name, _call_edges)
+    return [*across(region, eqn, inner)] if inner else []
 
 
 def holder(region: Region, eqn: Eqn) -> Region:
-    """The region of an equation, where `region` is that, or one inside the equation."""
-    inside = region.around is not None and region.around[1] is eqn
-    return region.around[0] if region.around is not None and inside else region
+    """The region of an equation, given that region or one inside the equation."""
+    return region.around[0] if region.around is not None and region.around[1] is eqn else region
 
 
 def region_of(eqns: Iterable[Eqn]) -> Region:
@@ -149,7 +131,7 @@ def region_of(eqns: Iterable[Eqn]) -> Region:
 
 
 def trip_count(eqn: Eqn) -> int | None:
-    """How often an equation runs its inner jaxprs; None if unknown."""
+    """How often an equation runs its programs; None if unknown."""
     if eqn.primitive.name == "while":
         return None
     return _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch dims of a step's values, by dataflow over the whole batch's program."""
+"""Which dims of a step's values are the batch's, by dataflow analysis of the traced step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-# Dims of the batch; inside of a loop over rows, whose values are each of one row, minus its depth.
+# A value's batch dims. In a loop over rows each value belongs to one row: minus the loop's depth stands for
+# it.
 RowDims = frozenset[int]
 NO_ROWS: RowDims = frozenset()
 
 
-# What is told of an equation behind which nobody knows which values are rows.
 Unsure = Callable[[Region, Eqn], object]
 
 
 def row_dims(
     program: Region, dims: Sequence[RowDims], unsure: Unsure = lambda region, eqn: None
 ) -> dict[ValueIn, RowDims]:
-    """The dims of the batch of all values that have some.
+    """The batch dims of all values that have some, from `dims`, those of the inputs.
 
-    Args:
-      program: the whole batch's step.
-      dims: of each of its inputs, those that are the batch's.
-      unsure: is told of equations that mix rows, or pick some, and of branches and loops that rows decide.
+    Calls `unsure` for each equation after which batch dims are a guess: it mixes or selects rows, or is a
+    branch or loop that rows decide.
     """
     start: dict[ValueIn, RowDims] = {
         (program, var): own for var, own in zip(program.jaxpr.invars, dims, strict=True) if own
@@ -46,7 +44,7 @@ def _depth(region: Region) -> int:
 
 
 def _across(unsure: Unsure, eqn: Eqn, edge: Edge, dims: RowDims) -> RowDims:
-    """Batch dims across an edge. In a loop over rows a value belongs to one row, until the loop ends."""
+    """Batch dims across an edge; see `RowDims` for loops over rows."""
     if not dims:
         return NO_ROWS
     if edge.kind is EdgeKind.PREDICATE:
@@ -91,14 +89,14 @@ def _through(unsure: Unsure, region: Region, eqn: Eqn, ins: Sequence[RowDims]) -
     for atom, dims in zip(eqn.invars, left, strict=True):
         for dim in dims:
             for out, var in zip(outs, eqn.outvars, strict=True):
-                # Of what runs along the dim, and of what is not known, a dim as long at the same place.
+                # For an operation along the dim, or an unknown one: a dim of the same size at the same place.
                 if dim < 0 or not reduces and _size(var, dim) == _size(atom, dim):
                     out.add(dim)
     return [frozenset(out) for out in outs]
 
 
 def _is_sum(region: Region, eqn: Eqn, factor: Factor) -> bool:
-    """Whether devices can reduce the results of their rows; not if they are added to an operand."""
+    """Whether devices can reduce the results of their rows: a scatter's operand must be zeros."""
     if factor.reduces not in BY_DEVICES or eqn.primitive.name not in SCATTER_REDUCES:
         return factor.reduces in BY_DEVICES
     made = region.makers.get(_jaxpr.variable(eqn.invars[0]))
@@ -121,7 +119,7 @@ _Inputs = frozenset[int]
 
 
 def looped_inputs(program: Region) -> _Inputs:
-    """The inputs, by number, over whose dim 0 a loop of the program runs: each iteration takes one index."""
+    """Indices of the inputs over whose dim 0 a loop of the program runs: an iteration takes one index."""
     inputs = program.jaxpr.invars
     start: dict[ValueIn, _Inputs] = {
         (program, var): _Inputs([i]) for i, var in enumerate(inputs) if var.aval.shape
@@ -136,7 +134,7 @@ def looped_inputs(program: Region) -> _Inputs:
 
 
 def _of_dim_0(region: Region, eqn: Eqn, ins: Sequence[_Inputs]) -> Sequence[_Inputs]:
-    """The inputs whose dim 0 is that of a result, all of it."""
+    """The inputs whose whole dim 0 is that of a result."""
     if not any(ins):
         return [_Inputs()] * len(eqn.outvars)
     if eqn.primitive.name == "optimization_barrier":
@@ -157,7 +155,7 @@ def _kept_whole(eqn: Eqn, edge: Edge, inputs: _Inputs) -> _Inputs:
 
 
 def _sliced_by_index(region: Region, eqn: Eqn) -> Sequence[Atom]:
-    """What a loop slices, or an equation in a loop looks up by one index for each iteration."""
+    """The stacks of a `scan`; in a loop, an operand of which each iteration looks up one index."""
     if eqn.primitive.name == "scan":
         return _jaxpr.scan_stacks(eqn)
     sizes = (

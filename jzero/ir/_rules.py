@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jzero knows of each primitive: one table from its name to a rule.
 
-A rule says along which dims an equation may run on blocks, in which operands it is linear, and its cost. All
-else is derived from that: dim maps, what runs on shards and on some rows of the batch, what may be computed
-again, what a partial sum passes through. An equation without a rule takes its operands whole, so that a
-missing rule costs traffic and never a wrong result. How to add one: docs/design.md#how-to-add-a-rule.
+A rule says along which dims an equation may run on blocks, in which operands it is linear, and its cost.
+Everything else follows: dim maps, which equations run on shards and on a device's rows, which ones are cheap
+to recompute, and which ones keep a partial sum. An equation without a rule takes its operands whole, so a
+missing rule costs traffic, never correctness. How to add one: docs/design.md#how-to-add-a-rule.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jzero.tracing._types import Atom, Aval, Eqn
 
 
 class Cost(enum.Enum):
-    """What an equation does to elements, and so what it costs to do it again.
+    """What an equation does to elements, and so what it costs to recompute.
 
-    IDENTITY: its results are its operands, to jzero, which has no use for it. COPY: the same, but it stays.
-    VIEW: all elements of its operand, rearranged. PART: some of them. REPEAT: some of them, repeatedly.
-    JOIN: those of several operands. CAST: those of its operand in another dtype. ELEMENTWISE: each element is
-    made of the same element of the operands, or of scalars. ALONG: of others along a dim, too. REDUCTION: of
-    all along some dims. SOURCE: of nothing. DRAW: of a key. TRANSFER: what moves between memories.
-    COLLECTIVE: between devices. LOOKUP: by an index for each. PRODUCT: sums of products. WHOLE: all else.
+    IDENTITY: an operation that jzero drops. COPY: an identity that it keeps. VIEW: all elements of the
+    operand, rearranged. PART: some of them. REPEAT: some of them, repeatedly. JOIN: elements of several
+    operands. CAST: another dtype. ELEMENTWISE: each element depends on the operands' same element and on
+    scalars. ALONG: also on others along a dim. REDUCTION: on all along some dims. SOURCE: on nothing. DRAW:
+    on a key. TRANSFER: moves between memories. COLLECTIVE: between devices. LOOKUP: by indices. PRODUCT: sums
+    of products. WHOLE: all others.
     """
 
     (
@@ -46,17 +46,10 @@ Linear = tuple[slice, ...]
 
 
 class Rule(NamedTuple):
-    """What is known of a primitive.
-
-    Attributes:
-      factors: the factors of an equation.
-      cost: its class.
-      linear: sets of operands. The equation is linear in all of a set together, the others being as they are:
-        f(a + c, b + d) = f(a, b) + f(c, d) if both are in one set.
-    """
-
     factors: FactorsOf
     cost: Cost
+    # Sets of operands, in each of which together the equation is linear:
+    # f(a + c, b + d) = f(a, b) + f(c, d) if both operands are in one set.
     linear: Linear | Callable[[Eqn], Linear] = ()
 
 
@@ -65,8 +58,8 @@ FIRST = (slice(1),)
 EACH_OF_TWO = (slice(1), slice(1, 2))
 _SUMS_AND_UPDATES = (slice(0, 3, 2),)
 
-# What runs on shards, and links the dims of its operands to those of its results. Of all else the operands
-# are gathered.
+# These run on shards, and link the dims of their operands to those of their results. All others gather their
+# operands.
 _KEEPS_DIMS = frozenset({
     Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.JOIN, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG,
     Cost.REDUCTION, Cost.TRANSFER,
@@ -78,13 +71,13 @@ def _quotient(eqn: Eqn) -> Linear:
 
 
 def _cast(eqn: Eqn) -> Linear:
-    """From float to float; a narrower one rounds, as it would round each term of a sum."""
+    """From float to float: a narrower one rounds a sum as it would round each term."""
     floats = all(_is(atom, jnp.floating) for atom in (*eqn.invars, *eqn.outvars))
     return TOGETHER if floats else ()
 
 
 def _look_up(eqn: Eqn) -> Linear:
-    """Every term of a sum would have the fill value, which is harmless only if it is 0 or NaN."""
+    """Each term of a sum would add the fill value, which is harmless only if it is 0 or NaN."""
     fill = eqn.params["fill_value"]
     none = _is(eqn.invars[0], jnp.inexact) if fill is None else fill == 0
     return FIRST if none or eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP else ()
@@ -186,11 +179,10 @@ _TO_OTHER_WIDTHS = Rule(_factors.bitcast, Cost.WHOLE)
 
 
 def rule_of(eqn: Eqn) -> Rule | None:
-    """The rule of an equation; None if nothing is known of it."""
     name = eqn.primitive.name
     if name == "bitcast_convert_type" and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape:
         return _TO_OTHER_WIDTHS
-    # To other devices: theirs is no part of this step's mesh.
+    # A transfer to other devices, which are not in this step's mesh.
     if name == "device_put" and not _jaxpr.changes_memory(eqn) and not _jaxpr.puts_nowhere(eqn):
         return None
     return RULES.get(name)
@@ -205,7 +197,7 @@ def costs(eqn: Eqn, *classes: Cost) -> bool:
     return rule is not None and rule.cost in classes
 
 
-# Primitives that leave the value as it is; jzero's own variance takes the place of JAX's types.
+# jzero drops these: it keeps its own track of device-varying values, instead of JAX's types.
 IDENTITIES = named(Cost.IDENTITY)
 ADDS = frozenset({"add", "add_any"})  # AD writes the second one
 
@@ -220,21 +212,18 @@ def factors_of(eqn: Eqn) -> list[Factor]:
 
 
 def keeps_dims(eqn: Eqn) -> bool:
-    """Whether its operands may be shards: `dims_of` is not None."""
+    """Whether its operands may be shards."""
     rule = rule_of(eqn)
     return rule is not None and rule.cost in _KEEPS_DIMS
 
 
 def dims_of(eqn: Eqn) -> DimMaps | None:
-    """For every dim of the operands the dim of the results that it becomes; None if they need be whole.
-
-    It says which dims are sharded together, what runs on shards, and what is gathered first.
-    """
+    """`dim_maps` of an equation that runs on shards; None if its operands are gathered first."""
     return dim_maps(eqn) if keeps_dims(eqn) else None
 
 
 def dim_maps(eqn: Eqn, factors: Iterable[Factor] | None = None) -> DimMaps:
-    """For every dim of the operands, the dim of the results that it becomes by its factors, or None."""
+    """For each dim of the operands, the dim of the results that it becomes by its factors, or None."""
     found: list[list[int | None]] = [[None] * getattr(a.aval, "ndim", 0) for a in eqn.invars]
     for factor in factors_of(eqn) if factors is None else factors:
         for dims, dim in zip(found, factor.ins, strict=True):
@@ -244,12 +233,12 @@ def dim_maps(eqn: Eqn, factors: Iterable[Factor] | None = None) -> DimMaps:
 
 
 def factor_of(eqn: Eqn, place: int, dim: int) -> Factor | None:
-    """The factor that a dim of an operand is."""
+    """The factor of an operand's dim."""
     return next((f for f in factors_of(eqn) if f.ins[place] == dim), None)
 
 
 def factor_to(eqn: Eqn, dim: int) -> Factor | None:
-    """The factor that a dim of the result is."""
+    """The factor of the result's dim."""
     return next((f for f in factors_of(eqn) if f.outs[0] == dim), None)
 
 
@@ -257,7 +246,7 @@ def factor_to(eqn: Eqn, dim: int) -> Factor | None:
 
 
 def linear_in(eqn: Eqn) -> list[range]:
-    """Sets of operands in which together the equation is linear; see `Rule.linear`."""
+    """The indices of `Rule.linear`."""
     rule = rule_of(eqn)
     linear = () if rule is None else rule.linear
     return [
@@ -267,24 +256,23 @@ def linear_in(eqn: Eqn) -> list[range]:
 
 
 def stays_partial(eqn: Eqn, partial: Collection[int], zero: Collection[int]) -> bool:
-    """Whether the result is partial, if the operands at `partial` are and those at `zero` are zero."""
+    """Whether the result is a partial sum, if the operands at `partial` are, and those at `zero` are 0."""
     return any(
         set(partial) <= set(operands) <= {*partial, *zero} for operands in linear_in(eqn)
     )  # fmt: skip
 
 
 def is_float_cast(eqn: Eqn) -> bool:
-    """From one float to another."""
     return costs(eqn, Cost.CAST) and bool(linear_in(eqn))
 
 
 def keeps_dtype(eqn: Eqn) -> bool:
-    """Whether it casts to its operand's own dtype, as JAX does to carries of weak types."""
+    """Whether it is a cast to the operand's own dtype, which JAX writes for carries of weak types."""
     return costs(eqn, Cost.CAST) and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 def sum_waits(eqn: Eqn) -> bool:
-    """Whether an unreduced sum keeps its cost through it; see also `passes_partial` in the partitioner."""
+    """Whether a partial sum costs as much to reduce after it; see `passes_partial` in the partitioner."""
     return is_float_cast(eqn) or costs(eqn, Cost.VIEW) or eqn.primitive.name == "add_any"
 
 
@@ -304,14 +292,14 @@ def compares(eqn: Eqn) -> bool:
 
 
 def size_in_bytes(aval: Aval) -> int:
-    """Bytes of the global value; extended dtypes (keys) count as one word per element."""
+    """Bytes of the global value; PRNG keys count as one word per element."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
 # -- reductions --------------------------------------------------------------------------------------
 
 BY_DEVICES = frozenset({"sum", "max", "min"})  # what devices can reduce
-# What puts the results of two blocks together.
+# How the results of two blocks are combined.
 COMBINES: dict[str, Any] = {
     "sum": lax.add_p, "prod": lax.mul_p, "max": lax.max_p, "min": lax.min_p, "and": lax.and_p,
     "or": lax.or_p,
@@ -319,7 +307,6 @@ COMBINES: dict[str, Any] = {
 
 
 def neutral(reduces: str, dtype: DTypeLike) -> ArrayLike:
-    """The neutral element of a reduction."""
     if reduces in ("max", "min"):
         return extreme(dtype, "min" if reduces == "max" else "max")
     ones: ArrayLike = ~np.zeros((), dtype) if reduces == "and" else 1

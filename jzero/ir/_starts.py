@@ -19,27 +19,25 @@ import jax
 import numpy as np
 from jax import lax
 
+from jzero.ir._factors import CLAMPED
 from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr
 
-# How JAX treats an index out of bounds in these: it clamps. With a fill, nothing that is read there counts.
-_CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-
 
 def in_bounds(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr, in which an equation clamps the start of every slice and window, in loops and calls too.
+    """The jaxpr with an equation that clamps each slice's start, also in loops and calls.
 
-    It computes the same. Returns `jaxpr` itself if it has no slices, or only constant starts in bounds.
+    Returns `jaxpr` itself if nothing changes: no slices, or only constant starts in bounds.
     """
     return _Clamps().of(jaxpr)
 
 
 class _Clamps:
-    """Rewrites each jaxpr once: one that is called twice stays one."""
+    """Rewrites each jaxpr once, so that a function that is called twice stays one jaxpr."""
 
     def __init__(self) -> None:
-        # By the old one's id, which no other jaxpr gets while the old one is kept.
+        # By the old jaxpr's id; keeping the old one ensures that no other gets its id.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
     def of(self, jaxpr: Jaxpr) -> Jaxpr:
@@ -51,7 +49,6 @@ class _Clamps:
         return self._done[id(jaxpr)][1]
 
     def _equations(self, eqn: Eqn) -> list[Eqn]:
-        """One equation, behind equations that clamp its starts."""
         name = eqn.primitive.name
         if name == "dynamic_slice":
             return _slice_in_bounds(eqn)
@@ -91,10 +88,10 @@ def _most(last: int, dtype: Any) -> int:
 
 
 def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
-    """The same for a gather; windows of one element cannot be partly outside."""
+    """Like `_slice_in_bounds`, for a gather. Windows of one element cannot be partly out of bounds."""
     operand, indices = eqn.invars
     sizes, dims = eqn.params["slice_sizes"], eqn.params["dimension_numbers"].start_index_map
-    if eqn.params["mode"] not in _CLAMPED or all(sizes[d] == 1 for d in dims):
+    if eqn.params["mode"] not in CLAMPED or all(sizes[d] == 1 for d in dims):
         return [eqn]
     last = [operand.aval.shape[d] - sizes[d] for d in dims]
     writer = JaxprWriter(eqn)
@@ -104,7 +101,7 @@ def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
 
 
 def _clamped_indices(last: tuple[int, ...], indices: jax.Array) -> jax.Array:
-    """`[..., d]`, clamped along d to a maximum for each."""
+    """`[..., d]` indices, each of the d clamped to its own maximum."""
     columns = [
         lax.clamp(np.asarray(0, x.dtype), x, np.asarray(_most(most, x.dtype), x.dtype))
         for x, most in zip(lax.split(indices, [1] * len(last), indices.ndim - 1), last, strict=True)

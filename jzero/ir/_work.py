@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flops of a step, and how many of them devices repeat or spend on padding."""
+"""Flops of a step, and how many of them devices repeat, or spend on padding."""
 
 from __future__ import annotations
 
@@ -19,31 +19,21 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._rewrite import Flat, behind
 from jzero.tracing._types import Eqn, Jaxpr
 
-# What is less costs nothing that anybody would see: the time of a step varies by more.
-LEAST_SHARE = 0.01
+LEAST_SHARE = 0.01  # The time of a step varies by more than that.
 
 
 class Repeated(NamedTuple):
-    """Work on the batch that the devices do more than once.
-
-    Attributes:
-      operation: the primitive.
-      where: the user's line, `file.py:12 (train_step)`.
-      flops: that one device would need for it.
-      extra: flops of all devices together beyond that.
-      loops: the lengths of the loops around it.
-      row_loops: the lengths of those that slice rows: an iteration has some of them.
-    """
+    """Work on the batch that the devices do more than once."""
 
     operation: str
-    where: str
-    flops: float
-    extra: float
-    loops: frozenset[int] = frozenset()
-    row_loops: frozenset[int] = frozenset()
+    where: str  # The user's line, `file.py:12 (train_step)`.
+    flops: float  # What a single device would need for it.
+    extra: float  # What all devices together spend beyond that.
+    loops: frozenset[int] = frozenset()  # Lengths of the loops around it.
+    row_loops: frozenset[int] = frozenset()  # Lengths of those loops that slice rows.
 
 
-# Of these no arithmetic is counted: they move elements. What they move between devices is listed as such.
+# They move elements, without arithmetic. Communication is listed separately.
 _MOVES = (
     Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.JOIN, Cost.CAST, Cost.SOURCE, Cost.DRAW,
     Cost.TRANSFER, Cost.COLLECTIVE,
@@ -52,44 +42,32 @@ _FACTORIZATION = _rules.RULES["cholesky"]  # and all others that take matrices
 
 
 def flops(eqn: Eqn) -> float:
-    """Operations of an equation without inner jaxprs, to an accuracy that matters beside products."""
+    """Operations of an equation without inner programs; rough, except for matrix products."""
     name, rule = eqn.primitive.name, _rules.rule_of(eqn)
     if rule is not None and rule.cost in _MOVES or "callback" in name:
         return 0
     if (count := COUNTS.get(name)) is not None:
         return float(2 * count(eqn))
-    if (each := _EACH.get(name)) is not None:
-        return each(eqn)
+    if name == "sort":
+        sorted_dim = eqn.invars[0].aval.shape[eqn.params["dimension"]]
+        return float(sum(x.aval.size for x in eqn.invars) * math.log2(max(2, sorted_dim)))
+    if name == "triangular_solve":
+        return float(eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1])
     if rule is _FACTORIZATION:
         return float(eqn.invars[0].aval.size * eqn.invars[0].aval.shape[-1])
     if rule is not None and rule.cost is Cost.ELEMENTWISE:
         return float(eqn.outvars[0].aval.size)
     sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
-    if (
-        rule is not None and rule.cost is Cost.LOOKUP
-    ):  # What is looked up or written, and not the table.
+    if rule is not None and rule.cost is Cost.LOOKUP:  # Count the elements looked up or written.
         return float(eqn.outvars[0].aval.size if len(eqn.invars) == 2 else sizes[2])
     return float(max(sizes, default=0))
 
 
-def _of_sort(eqn: Eqn) -> float:
-    sorted_dim = eqn.invars[0].aval.shape[eqn.params["dimension"]]
-    return float(sum(x.aval.size for x in eqn.invars) * math.log2(max(2, sorted_dim)))
-
-
-def _of_solve(eqn: Eqn) -> float:
-    return float(eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1])
-
-
-_EACH = {"sort": _of_sort, "triangular_solve": _of_solve}
-
-
 # [Note: work done more than once]
-# The whole batch's program and one device's have the same user's lines, whatever wrote the second. Of each
-# primitive of each line, the work on rows is that of the equations with a dim of the batch; all others (an
-# update, a mask) are the same on every device, and no matter here: stages share out what they can. So the
-# work on rows that all devices do is `num * (device's - others')`, and what it is more than the whole
-# batch's is done in vain. It asks for no reason why.
+# The whole batch's program and one device's name the same lines of the user's. For each primitive of each
+# line, the work on rows is that of the equations with a batch dim. All others (an update, a mask) are the
+# same on every device and do not count here. So all devices together do `num * (device's - others')` work on
+# rows, and repeat what exceeds the whole batch's, for whatever reason.
 
 
 def repeated(
@@ -99,23 +77,16 @@ def repeated(
     dims: Sequence[RowDims],
     num: int,
 ) -> tuple[float, list[Repeated]]:
-    """Work on rows that is done more than once; [Note: work done more than once].
+    """The flops of a step, and the repeated work on rows, largest first; [Note: work done more than once].
 
-    Args:
-      whole: the step of the whole batch, calls replaced by their equations.
-      device: the same as one of `num` devices runs it.
-      consts: of `whole`.
-      dims: of each input of `whole`, those that are the batch's.
-      num: of devices, or of devices times microbatches.
-
-    Returns:
-      The flops of the step, and what of them is done more than once, the most first.
+    `whole` is the traced step with `consts` and the batch dims `dims` of its inputs, `device` is the program
+    of one of `num` devices (times microbatches).
     """
     program = Region(whole, [*consts])
     every = [*_equations(program, 1)]
     total, of_all = sum(work for *_, work in every), _by_line(every)
     of_device = _by_line([*_equations(Region(device, []), 1)])
-    # What is the same on every device, an update above all, counts here too: it is not known yet.
+    # An upper bound, which counts work that is the same on every device, too: cheap, and often enough.
     most = sum(max(0, num * of_device.get(key, 0) - work) for key, work in of_all.items())
     if most < LEAST_SHARE * total:
         return total, []
@@ -141,10 +112,7 @@ def repeated(
 
 
 def flops_by_pass(jaxpr: Jaxpr) -> dict[str, float]:
-    """The flops of a program by pass, 'forward' or 'backward'; '' is all that is neither.
-
-    Of a program of one device, those of one device. A `while` counts as one iteration.
-    """
+    """A program's flops by pass: 'forward', 'backward' or '' (neither). A `while` counts as one iteration."""
     found = {"forward": 0.0, "backward": 0.0, "": 0.0}
     for region, eqn, work in _equations(Region(jaxpr, []), 1):
         found[region.pass_of(eqn) or ""] += work
@@ -152,7 +120,7 @@ def flops_by_pass(jaxpr: Jaxpr) -> dict[str, float]:
 
 
 def _loops(region: Region) -> Iterator[tuple[Region, Eqn]]:
-    """The equations around a region, each with its own."""
+    """The equations around a region, each with its region."""
     while region.around is not None:
         yield region.around
         region, _ = region.around
@@ -163,9 +131,9 @@ _SameLine = tuple[str, int]
 
 
 def _equations(region: Region, times: int) -> Iterator[_Counted]:
-    """Equations that hold no programs, and their flops; of loops of unknown length those of one iteration.
+    """Equations without programs, and their flops; a `while` counts as one iteration.
 
-    Without those that nobody reads: XLA drops them.
+    Equations whose results nobody reads are left out: XLA drops them.
     """
     for eqn in behind(region.jaxpr.eqns, region.jaxpr.outvars)[0]:
         inner = () if _rules.rule_of(eqn) is not None else region.inner(eqn)
@@ -197,12 +165,12 @@ class _Rows:
         self._found = row_dims(program, dims)
 
     def __call__(self, region: Region, eqn: Eqn) -> bool:
-        """Whether it is work on rows, and not an elementwise update of parameters by rows."""
+        """Whether an equation is work on rows, and not an elementwise update of parameters."""
         atoms = [x for x in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(x)]
         dims = NO_ROWS.union(*(self._found.get((region, atom), NO_ROWS) for atom in atoms))
         if not _rules.is_elementwise(eqn):
             return bool(dims)
-        # A loop over minibatches updates in each iteration.
+        # A loop over minibatches updates the parameters in each iteration.
         return max(dims, default=-1) >= 0 and eqn.outvars[0].aval.shape not in self._of_state
 
     def slices(self, region: Region, eqn: Eqn) -> bool:

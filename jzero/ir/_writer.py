@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`JaxprWriter`: equations while they are written, each with the line of the one that it stands for."""
+"""`JaxprWriter`: writes equations, each with the source line of the equation that it replaces."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ ArrayType: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic], bool]
 
 
 class JaxprWriter:
-    """Writes equations, one after the other.
+    """Writes equations, one after the other, into `eqns`.
 
-    Attributes:
-      source: the equation that the next ones stand for; they get its line and scopes, where not told others.
-      eqns: what is written.
-      names: what is read in the place of a variable; of what is copied, its results.
-      constvars, consts: constants of functions that were traced.
+    They get the line and scopes of `source` by default. `names` maps variables of the original program to
+    atoms of the new one. `constvars` and `consts` are constants of functions that were traced.
     """
 
     def __init__(self, source: Eqn, names: Mapping[Var, Atom] | None = None):
@@ -38,16 +35,15 @@ class JaxprWriter:
         self._once: dict[Hashable, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        """What stands for it here."""
         return atom if _jaxpr.is_literal(atom) else self.names.get(atom, atom)
 
     def add(
         self, primitive: Primitive, ins: Sequence[Atom], outs: Sequence[Var] | None = None,
         source: Eqn | None = None, **params: Any,
     ) -> list[Var]:  # fmt: skip
-        """Writes `outs = primitive(*ins)`; the results are of the types that JAX infers, if not given.
+        """Writes `outs = primitive(*ins)`; JAX infers the types of the results by default.
 
-        Collectives infer theirs only where their axes are bound: theirs are given.
+        It infers those of collectives only where their axes are bound, so these must be given.
         """
         if outs is None:
             outs = [_jaxpr.var_like(t) for t in _jaxpr.result_types(primitive, ins, params)]
@@ -68,17 +64,17 @@ class JaxprWriter:
         return [*parts["outvars"]]
 
     def copy(self, eqns: Iterable[Eqn], source: Eqn | None = None) -> None:
-        """Clones equations with fresh results, which `names` then has; at the line of `source`."""
+        """Clones equations with fresh results, recorded in `names`; at the line of `source`."""
         for eqn in eqns:
             self.names |= zip(eqn.outvars, self.clone(eqn, source=source), strict=True)
 
     def keep(self, eqns: Iterable[Eqn]) -> None:
-        """Writes equations with the names of this writer; their results stay."""
+        """Clones equations that keep their result variables."""
         for eqn in eqns:
             self.clone(eqn, outs=eqn.outvars)
 
     def renamed(self, eqn: Eqn) -> Eqn:
-        """The equation with the names of this writer; itself if they are equal."""
+        """The equation reading the names of this writer; itself if nothing changes."""
         ins = [*map(self.read, eqn.invars)]
         if all(a is b for a, b in zip(ins, eqn.invars, strict=True)):
             return eqn
@@ -87,11 +83,11 @@ class JaxprWriter:
     def write(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom], source: Eqn | None = None
     ) -> list[Atom]:
-        """Writes the equations of a jaxpr, and of its calls, and returns its results."""
+        """Writes the equations of a jaxpr, its calls inlined, and returns its results."""
         return self._flat(*_rewrite.flatten_calls(jaxpr, consts), ins, source)
 
     def trace(self, fn: Traceable, *ins: Atom, static: tuple[Hashable, ...] = ()) -> list[Atom]:
-        """Writes the equations of `fn(*static, *ins)`, traced once for equal functions and types."""
+        """Writes the equations of `fn(*static, *ins)`; the trace is cached by function and types."""
         weak = [bool(getattr(a.aval, "weak_type", False)) for a in ins]
         types = tuple((a.aval.shape, a.aval.dtype, w) for a, w in zip(ins, weak, strict=True))
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -132,14 +128,12 @@ class JaxprWriter:
         return self._once[key]
 
     def broadcast(self, x: Atom, out: Var, dims: tuple[int, ...], source: Eqn | None = None) -> Var:
-        """`lax.broadcast_in_dim(x, out.shape, dims)`."""
         params: dict[str, Any] = dict(
             shape=out.aval.shape, broadcast_dimensions=dims, sharding=None
         )
         return self.add(lax.broadcast_in_dim_p, [x], [out], source, **params)[0]
 
     def reshape(self, x: Atom, shape: Sequence[int], out: Var | None = None) -> Var:
-        """`x.reshape(shape)`."""
         out = _jaxpr.var_like(x.aval, shape) if out is None else out
         params: dict[str, Any] = dict(new_sizes=out.aval.shape, dimensions=None, sharding=None)
         return self.add(lax.reshape_p, [x], [out], **params)[0]
@@ -147,7 +141,6 @@ class JaxprWriter:
     def slice(
         self, x: Atom, starts: Sequence[int], limits: Sequence[int], out: Var | None = None
     ) -> Var:
-        """`lax.slice(x, starts, limits)`."""
         shape = [limit - start for start, limit in zip(starts, limits, strict=True)]
         out = _jaxpr.var_like(x.aval, shape) if out is None else out
         params: dict[str, Any] = dict(
@@ -156,7 +149,6 @@ class JaxprWriter:
         return self.add(lax.slice_p, [x], [out], **params)[0]
 
     def first_element(self, x: Atom) -> Atom:
-        """`x[0, 0]` of a matrix."""
         num = len(x.aval.shape)
         if not num:
             return x
@@ -170,7 +162,7 @@ class JaxprWriter:
         return self.add(lax.transpose_p, [stack], [out], permutation=order)[0]
 
     def row(self, stack: Atom, at: Atom) -> Var:
-        """`stack[at]`, of an index in bounds: `[iterations, n, d] -> [n, d]`."""
+        """`stack[at]`, for an index in bounds."""
         shape = stack.aval.shape
         row = _jaxpr.var_like(stack.aval, (1, *shape[1:]))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]
@@ -178,7 +170,7 @@ class JaxprWriter:
         return self.reshape(row, shape[1:])
 
     def with_row(self, stack: Atom, row: Atom, at: Atom, out: Var | None = None) -> Var:
-        """`stack.at[at].set(row)`, of an index in bounds."""
+        """`stack.at[at].set(row)`, for an index in bounds."""
         shape, new = stack.aval.shape, _jaxpr.var_like(stack.aval) if out is None else out
         rows = self.reshape(row, (1, *shape[1:]), _jaxpr.var_like(stack.aval, (1, *shape[1:])))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]
@@ -189,8 +181,8 @@ class JaxprWriter:
 def _traced(
     fn: Traceable, static: tuple[Hashable, ...], types: tuple[ArrayType, ...], x64: bool
 ) -> tuple[_rewrite.Flat, list[ArrayLike]]:
-    del x64  # Another one gives other dtypes.
+    del x64  # Part of the cache key: it changes dtypes.
     avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
-    # Without a mesh, since whoever asks again may stand in another one.
+    # Without a mesh, because a cached trace may be used under another one.
     traced = _jaxpr.trace_whole(functools.partial(fn, *static), avals, {})
     return _rewrite.flatten_calls(traced.jaxpr, traced.consts)
