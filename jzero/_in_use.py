@@ -15,7 +15,7 @@ import jax
 
 from jzero._errors import CONSUMED, JzeroError, StateError, first_of, message
 from jzero.offload.memory._leaf_array import is_deleted, storage_of
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _array_memory, _call
 
 _STEPS = (
     "Step a state in one thread, and let others use what it returns; threads that train by themselves have "
@@ -93,12 +93,12 @@ class Use:
         0.10 leaves alive]): an array of which NumPy has a view, or only on some devices, so that a program
         with it runs on some devices, which wait for the others for ever.
         """
-        if _jaxpr.DELETES_DONATED and all(map(_DELETED, self._leaves)):
+        if _array_memory.DELETES_DONATED and all(map(_DELETED, self._leaves)):
             return  # Nearly always; to delete them again would cost ten times this.
         if ids := set(map(id, kept)):
-            _jaxpr.let_go([x for x in self._leaves if id(x) not in ids])
+            _array_memory.let_go([x for x in self._leaves if id(x) not in ids])
         else:
-            _jaxpr.let_go(self._leaves)
+            _array_memory.let_go(self._leaves)
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
         """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""

@@ -27,7 +27,7 @@ from jzero.segments._program import Program
 from jzero.segments._programs import Programs
 from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _call, _jaxpr, _weak
+from jzero.tracing import _call, _jax_state, _weak
 
 
 class Placement:
@@ -217,7 +217,7 @@ class Placement:
         ready = self.repeated(call)
         # A step that was made under an outer `jax.jit`, or `jax.grad`, may read values of it.
         if ready is None and (
-            call.is_traced or (_jaxpr.is_tracing() and self.programs.of(call.call).closes_over)
+            call.is_traced or (_jax_state.is_tracing() and self.programs.of(call.call).closes_over)
         ):
             return None
         program, state = ready or self.ready(call)

@@ -13,7 +13,7 @@ from jax import P
 import small
 from jzero.ir._layout import Layout, from_spec
 from jzero.sharding.partition._partition import DeviceInput, partition
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr, _rewrite, _traces
 
 
 def printed_by_processes(script: str) -> str:
@@ -72,7 +72,7 @@ def program(fn, *specs, outs=None, mesh=None, whole=()):
     """
     mesh = mesh or DATA
     avals = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape, _ in specs]
-    traced = _jaxpr.trace_whole(fn, avals, {})
+    traced = _traces.trace_whole(fn, avals, {})
     jaxpr, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     ins = []
     for i, (shape, spec) in enumerate(specs):

@@ -16,7 +16,7 @@ import small
 from jzero.ir._regions import variables
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.cut import _fused_loops, _growing_loop, _over_iterations
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr, _lines, _rewrite
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -63,7 +63,7 @@ def whole_readers_of(jaxpr, stack):
 
 def told_of(eqns):
     """`cumsum at step.py:12 (loss), dot_general at ...`, for messages."""
-    return ", ".join(dict.fromkeys(e.primitive.name + _jaxpr.at_line(e) for e in eqns))
+    return ", ".join(dict.fromkeys(e.primitive.name + _lines.at_line(e) for e in eqns))
 
 
 class Rewritten:

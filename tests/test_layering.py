@@ -1,4 +1,4 @@
-"""Rooms: the packages of jzero import downward only, and one file alone knows JAX's internals."""
+"""Rooms: the packages of jzero import downward only, and one file alone imports JAX's internals."""
 
 import ast
 import graphlib
@@ -45,7 +45,7 @@ FLOORS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
-MAY_USE_INTERNALS = "tracing/_jaxpr"
+MAY_USE_INTERNALS = "tracing/_internals"  # and its own room alone imports that
 DEPENDENTS = ("tests", "experiments", "examples")
 # What few users need is imported in one file alone.
 FOR_ONE_FILE = {
@@ -139,6 +139,11 @@ def broken_rules(file: str, files: Mapping[str, str]) -> list[str]:
             if file != MAY_USE_INTERNALS and any(is_within(name, module) for module in INTERNALS)
         ),
         *(
+            f"{file} imports {target}: only tracing may"
+            for target in sorted(imported_files(file, files))
+            if target == MAY_USE_INTERNALS and room_of(file) != "tracing"
+        ),
+        *(
             f"{file} imports {name}, which depends on jzero"
             for name in names
             if name.split(".")[0] in DEPENDENTS
@@ -220,14 +225,15 @@ def test_floors_name_existing_rooms():
             "from jzero.offload._sliced import x",
             "_sliced, which is above it",
         ),
-        ("_sharded_step", "from jax._src import core", "jax._src.core: only tracing/_jaxpr may"),
-        ("_sharded_step", "import jax._src.core as core", "jax._src.core: only tracing/_jaxpr may"),
+        ("_sharded_step", "from jax._src import core", "jax._src.core: only tracing/_internals may"),
+        ("tracing/_jaxpr", "import jax._src.core", "jax._src.core: only tracing/_internals may"),
+        ("_sharded_step", "from jzero.tracing._internals import xla", "only tracing may"),
         (
             "_sharded_step",
             "from jax import extend",
-            "_sharded_step uses jax.extend: only tracing/_jaxpr may",
+            "_sharded_step uses jax.extend: only tracing/_internals may",
         ),
-        ("_sharded_step", "from jax.interpreters import ad", "only tracing/_jaxpr may"),
+        ("_sharded_step", "from jax.interpreters import ad", "only tracing/_internals may"),
         ("_sharded_step", "import jax\njax.interpreters.ad", "_sharded_step uses jax.interpreters"),
         ("_sharded_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_sharded_step", "from experiments import x", "experiments.x, which depends on jzero"),
@@ -259,7 +265,8 @@ def test_planted_circle_is_found():
             "import jax\nfrom jzero._errors import message\nfrom jzero.sharding.plan import _plan",
         ),
         ("_sharded_step", "from jzero.sharding.plan._plan import Plan"),
-        ("tracing/_jaxpr", "from jax._src import core\nfrom jax.interpreters import ad"),
+        ("tracing/_internals", "from jax._src import core\nfrom jax.interpreters import ad"),
+        ("tracing/_jaxpr", "from jzero.tracing._internals import core"),
         ("sharding/plan/_plan", "from . import _layout\nfrom ... import _errors"),
         ("sharding/__init__", '"""What it holds."""'),
     ],

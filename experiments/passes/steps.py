@@ -15,7 +15,7 @@ from experiments.rivals import zoo
 from jzero.ir._layout import from_spec
 from jzero.ir._starts import in_bounds
 from jzero.sharding.partition._partition import DeviceInput, partition
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _rewrite, _traces
 
 ADAM = optax.adamw(1e-4)  # the second half of `models.training.tx`
 
@@ -88,7 +88,7 @@ def partitioned_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
     def step(*leaves: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(model.step(*jax.tree.unflatten(tree, leaves)))
 
-    traced = _jaxpr.trace_whole(step, leaves, {})
+    traced = _traces.trace_whole(step, leaves, {})
     flat, consts = _rewrite.flatten_calls(in_bounds(traced.jaxpr), traced.consts)
     ins = [
         *map(DeviceInput, layouts[:-1]),

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jzero._errors import CheckpointError, message
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jax_state
 
 _SLICE = 2_000  # milliseconds to wait at a time; then Ctrl-C is heard
 _rounds = itertools.count()
@@ -27,7 +27,7 @@ class Round:
     def __init__(self, who: str) -> None:
         self._who, number = who, next(_rounds)
         self._table = f"jzero/together/{number}/"
-        self._store: Any = _jaxpr.key_value_store() if jax.process_count() > 1 else None
+        self._store: Any = _jax_state.key_value_store() if jax.process_count() > 1 else None
         if self._store is not None and jax.process_index() == 0:  # All have left the last but one.
             self._store.key_value_delete(f"jzero/together/{number - 2}/")
 

@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jax.typing import ArrayLike
 
 from jzero.ir._writer import JaxprWriter
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Atom, Eqn
 
 Shapes = list[jax.ShapeDtypeStruct]
@@ -88,7 +88,7 @@ def _written(
 
     types = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in [test, *operands]]
     traced = _jaxpr.trace_here(run, *types)
-    jaxpr = _jaxpr.written_for(traced.jaxpr, writer.source)
+    jaxpr = _lines.written_for(traced.jaxpr, writer.source)
     return writer.write(jaxpr, traced.consts, [test, *operands], writer.source)
 
 

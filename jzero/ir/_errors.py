@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from jzero._errors import STEP, StepError, message
 from jzero.ir._regions import Region
-from jzero.tracing import _jaxpr
+from jzero.tracing import _lines
 from jzero.tracing._types import Eqn
 
 _RULE = "jzero writes one device's program of a step, and knows none that computes this exactly."
@@ -43,5 +43,5 @@ def cannot_in_time(
 def _at(eqn: Eqn | None, region: Region | None) -> str:
     if eqn is None:
         return ""
-    line = _jaxpr.at_line(eqn) if region is None else region.at_line(eqn)
+    line = _lines.at_line(eqn) if region is None else region.at_line(eqn)
     return f"{eqn.primitive.name}{line}: "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jzero.ir import _pallas
 from jzero.ir._factors import Factor, Params
 from jzero.ir._regions import Region
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _local
 from jzero.tracing._types import Aval, Eqn
 
 PROMISE = "nothing says that its rows are apart; jzero.per_example promises it"
@@ -35,7 +35,7 @@ def factors(eqn: Eqn, rows: Sequence[int | None], scopes: Sequence[str]) -> list
 
     `rows` is each operand's batch dim or None, `scopes` are the call's `scopes_of`.
     """
-    promised = _jaxpr.PER_EXAMPLE in scopes
+    promised = _local.PER_EXAMPLE in scopes
     if eqn.primitive.name == KERNEL:
         return _pallas.factors(eqn, promised)
     if eqn.primitive.name in ATTENTION:
@@ -49,7 +49,7 @@ def why_gathered(eqn: Eqn, found: Sequence[Factor], scopes: Sequence[str], num: 
         return _ATTENTION
     if eqn.primitive.name == KERNEL and found:
         return _UNEVEN.format(num)
-    return _NOT_COVERED if _jaxpr.PER_EXAMPLE in scopes else PROMISE
+    return _NOT_COVERED if _local.PER_EXAMPLE in scopes else PROMISE
 
 
 def scopes_of(region: Region, eqn: Eqn) -> list[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 from jax.typing import ArrayLike
 
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -71,7 +71,7 @@ class Region:
 
     def at_line(self, eqn: Eqn) -> str:
         """` at file.py:12 (train_step)`; for an equation inside a library, the user's call."""
-        line = _jaxpr.at_line(eqn)
+        line = _lines.at_line(eqn)
         if line or self.around is None:
             return line
         outer, call = self.around

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr, _rewrite, _traces
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Primitive, Var
 
 Traceable: TypeAlias = Callable[..., jax.Array | tuple[jax.Array, ...]]
@@ -184,5 +184,5 @@ def _traced(
     del x64  # Part of the cache key: it changes dtypes.
     avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
     # Without a mesh, because a cached trace may be used under another one.
-    traced = _jaxpr.trace_whole(functools.partial(fn, *static), avals, {})
+    traced = _traces.trace_whole(functools.partial(fn, *static), avals, {})
     return _rewrite.flatten_calls(traced.jaxpr, traced.consts)

@@ -41,7 +41,7 @@ from jzero.sharding.cut._layer_parts import (
     StraightStage,
 )  # fmt: skip
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Var
 
 STRETCH, ITERATION = "a stretch of layers", "an iteration of the loop over layers"
@@ -480,4 +480,4 @@ def _same(arrays: Sequence[Any], _: int | None) -> Any:
 
 def _line_of(loop: Eqn) -> str:
     """Where the user wrote it; nothing if it is jzero's own, over microbatches."""
-    return "" if _jaxpr.in_scope(loop, MICROBATCHES) else _jaxpr.summary(loop)
+    return "" if _jaxpr.in_scope(loop, MICROBATCHES) else _lines.summary(loop)

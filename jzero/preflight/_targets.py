@@ -17,7 +17,7 @@ from jzero._quantities import BANDWIDTH_RULE, parse_bandwidth, readable_rate
 from jzero.reports._checks import is_size
 from jzero.targets._links import level_along, with_links
 from jzero.targets._target import Target, Topology, find_target
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jax_state
 
 
 def compiled_target(who: str, name: str) -> Target:
@@ -153,7 +153,7 @@ def check_lowered(
     who: str, lowered: jax.stages.Lowered, target: Target, topology: Topology
 ) -> None:
     """Raises an `OptionError` if a program was lowered for other devices, or another number of them."""
-    devices = _jaxpr.devices_of(lowered)
+    devices = _jax_state.devices_of(lowered)
     kinds, num = sorted({device.device_kind for device in devices}), topology.num_devices
     if (kinds, len(devices)) != ([target.name], num):
         raise OptionError(message(

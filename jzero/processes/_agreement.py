@@ -31,7 +31,7 @@ from jzero.processes import _unlike
 from jzero.processes._call_log import FAILS, MEETS, CallLog
 from jzero.processes._unlike import PROGRAM, Sections
 from jzero.processes._watch import Room, try_get, watch
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jax_state
 
 # As long as jax.distributed.initialize waits by default.
 PATIENCE_SECONDS = 300.0
@@ -64,7 +64,7 @@ def check(who: str) -> None:
 def _note_fork() -> None:
     global _forked
     # Forking itself is fine: data loaders do it, and their children touch no device.
-    _forked = _forked or _jaxpr.has_backends()
+    _forked = _forked or _jax_state.has_backends()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -111,7 +111,7 @@ def gather(who: str, mesh: Any, own: Any) -> list[Any]:
     if room is None:
         return [own]
     # Beside what they compare: it goes when the next meeting has begun, and all have read it.
-    store, processes = _jaxpr.key_value_store(), room.processes
+    store, processes = _jax_state.key_value_store(), room.processes
     key = f"jzero/{_digest(repr(processes))}/{_meetings[processes]}/brought"
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
     agree(who, mesh, dict)
@@ -215,7 +215,7 @@ def _room_of(mesh: Any) -> Room | None:
 
 
 def _room_on(processes: tuple[int, ...]) -> Room | None:
-    if len(processes) < 2 or _jaxpr.key_value_store() is None:
+    if len(processes) < 2 or _jax_state.key_value_store() is None:
         return None
     return watch.room(processes)
 
@@ -245,7 +245,7 @@ def _described(room: Room, sections: Sections) -> str:
 
 def _compare(who: str, room: Room, sections: Sections) -> None:
     """Waits for all, and raises if they bring something else."""
-    store, processes = _jaxpr.key_value_store(), room.processes
+    store, processes = _jax_state.key_value_store(), room.processes
     table = f"jzero/{_digest(repr(processes))}"
     meeting = _meetings[processes]
     _meetings[processes] += 1

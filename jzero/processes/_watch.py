@@ -25,7 +25,7 @@ from jzero._errors import ProcessError
 from jzero._thread_group import Flag, start_thread
 from jzero.processes import _unlike
 from jzero.processes._call_log import ENDS, CallLog, Copy, Difference, first_difference
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jax_state
 
 WHO = "shard_train_step"
 # Between two looks; with more than a thousand processes as many milliseconds, to not flood the store.
@@ -165,7 +165,7 @@ class Watch:
         self._done.set()
 
     def _look(self) -> None:
-        store = _jaxpr.key_value_store()
+        store = _jax_state.key_value_store()
         if store is None:  # jax.distributed was shut down.
             return
         for room in self._rooms.values():
@@ -220,7 +220,7 @@ class Watch:
         end = time.monotonic() + _EXIT_SECONDS
         pause = max([0.1, *(len(room) / 1000 for room in self._rooms)])
         while self.difference is None and time.monotonic() < end:
-            if all(room.over for room in self._rooms.values()) or not _jaxpr.key_value_store():
+            if all(room.over for room in self._rooms.values()) or not _jax_state.key_value_store():
                 break
             self._wake.set()
             time.sleep(pause)

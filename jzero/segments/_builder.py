@@ -33,7 +33,7 @@ from jzero.sharding.partition._time_axis import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._interface import ValuePlan
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _rewrite, _traces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +149,10 @@ class Builder:
         programs = programs_of(part, planned, time)
         if part.step.written is not None:
             # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
-            inside = _jaxpr.inside_of(planned.mesh, [axis for axis, _ in plan.axes])
+            inside = _traces.inside_of(planned.mesh, [axis for axis, _ in plan.axes])
             last = programs[PASSES[-1]]
             programs[PASSES[-1]] = dataclasses.replace(
-                last, jaxpr=_jaxpr.in_mesh(last.jaxpr, inside)
+                last, jaxpr=_traces.in_mesh(last.jaxpr, inside)
             )
         run = function_of(programs[PASSES[-1]], planned)
 

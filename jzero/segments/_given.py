@@ -24,7 +24,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.plan._stored_layout import Shard
-from jzero.tracing import _call, _jaxpr, _rewrite
+from jzero.tracing import _call, _jaxpr, _rewrite, _traces
 from jzero.tracing._rewrite import Flat
 
 
@@ -229,8 +229,8 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
 def function_of(program: DeviceProgram, planned: PlannedStep) -> Callable[..., list[Any]]:
     """A program as a function of whole arrays, padded."""
     consts = [*map(_jaxpr.constant, program.consts)]
-    local = _jaxpr.shard_mapped(
-        _jaxpr.without_constants(program.jaxpr),
+    local = _traces.shard_mapped(
+        _traces.without_constants(program.jaxpr),
         planned.mesh,
         [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
         [*map(_spec, program.outs)],

@@ -13,7 +13,7 @@ from jzero._errors import message
 from jzero._memory_kinds import DEVICE
 from jzero.segments._whole import WholeStep
 from jzero.sharding.plan._backend import Leaves, StepProgram
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jax_state
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
     nans, infs = bool(config.jax_debug_nans), bool(config.jax_debug_infs)
     if not (nans or infs):
         return step(state, arrays)
-    with _jaxpr.keeps_nan_checks():
+    with _jax_state.keeps_nan_checks():
         if isinstance(step, WholeStep):
             return _run_whole(who, step, state, arrays, leaves)
         with jax.debug_nans(False), jax.debug_infs(False):

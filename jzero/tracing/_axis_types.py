@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from jzero.tracing import _jaxpr
+from jzero.tracing import _array_memory, _jax_state
 from jzero.tracing._objects import Contents
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,7 +67,7 @@ def takes_explicit_axes(fn: F) -> F:
             try:
                 out = fn(*args, **kwargs)
             finally:
-                _jaxpr.let_go([
+                _array_memory.let_go([
                     x for x in given.leaves
                     if isinstance(x, jax.Array) and (view := views[id(x)]) is not x and view.is_deleted()
                 ])  # fmt: skip
@@ -84,7 +84,7 @@ def _context(mesh: AbstractMesh) -> Iterator[None]:
     # JAX lets no mesh context change into one of other types, but into none at all. A function that is traced
     # may close over a `LeafArray`, whose array is made here and now, so that there is something to view.
     nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    now = jax.ensure_compile_time_eval() if _jaxpr.is_tracing() else contextlib.nullcontext()
+    now = jax.ensure_compile_time_eval() if _jax_state.is_tracing() else contextlib.nullcontext()
     with now, nothing, jax.sharding.use_abstract_mesh(mesh):
         yield
 
@@ -92,9 +92,13 @@ def _context(mesh: AbstractMesh) -> Iterator[None]:
 def _as_on(x: Any, mesh: AbstractMesh) -> Any:
     """An array, a shape or a sharding with the axis types of `mesh`, if it is over the same axes."""
     if isinstance(x, NamedSharding):
-        return _jaxpr.retyped(x, mesh)
+        return _array_memory.retyped(x, mesh)
     old = getattr(x, "sharding", None)
-    new = _jaxpr.retyped(old, mesh)
+    new = _array_memory.retyped(old, mesh)
     if new is old or (isinstance(x, jax.Array) and x.is_deleted()):
         return x  # Of an array that was consumed there is no view; whoever is called says so.
-    return x.update(sharding=new) if isinstance(x, jax.ShapeDtypeStruct) else _jaxpr.view(x, new)
+    return (
+        x.update(sharding=new)
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else _array_memory.view(x, new)
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local on purpose: what a step says of its rows, in plain JAX, on any number of devices."""
+"""`groups` and `per_example`: rows that are treated apart, on any number of devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jzero._errors import BatchError, OptionError, StepError, a_type, describe_leaf, message
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
+from jzero.tracing._internals import ad, batching, extended, mlir
 
-_jaxpr.not_the_users(__file__)
+# Name scopes by which the partitioner recognizes what these functions promise.
+GROUPS, PER_EXAMPLE = "jzero.groups", "jzero.per_example"
+
+_lines.not_the_users(__file__)
 
 
 def groups(
@@ -83,7 +87,7 @@ def groups(
             inner, named = jax.tree.unflatten(tree, parts)
             return _arrays(who, fn(*inner, **named))
 
-        with jax.named_scope(_jaxpr.GROUPS):
+        with jax.named_scope(GROUPS):
             parts = [
                 x if d is None else jnp.reshape(x, (*x.shape[:d], n, -1, *x.shape[d + 1 :]))
                 for x, d in zip(leaves, dims, strict=True)
@@ -104,7 +108,7 @@ def groups(
             y = jnp.moveaxis(y, 0, d)
             return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
 
-        with jax.named_scope(_jaxpr.GROUPS):
+        with jax.named_scope(GROUPS):
             return _each_result(who, merged, out_axes, outs)
 
     return grouped
@@ -165,10 +169,10 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
             inner, named = jax.tree.unflatten(tree, [parts.get(i, x) for i, x in enumerate(leaves)])
             return _arrays(who, fn(*inner, **named))
 
-        with jax.named_scope(_jaxpr.PER_EXAMPLE):
+        with jax.named_scope(PER_EXAMPLE):
             traced = _traced(who, whole, arrays)
-            ins = [_jaxpr.marked_rows(x, dims[i]) for i, x in arrays.items()]
-            consts = [_jaxpr.marked_rows(x, None) for x in traced.consts]
+            ins = [_marked(x, dims[i]) for i, x in arrays.items()]
+            consts = [_marked(x, None) for x in traced.consts]
             found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
             outs = jax.tree.unflatten(traced.out_tree, found)
 
@@ -179,7 +183,7 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
                         who, f"{leaf} has not the {size} rows of the arguments",
                         "Each row of a result comes from the same row of the arguments.",
                         "Reduce over rows outside of fn, or name their dim in out_axes."))  # fmt: skip
-                return _jaxpr.marked_rows(y, dim % y.ndim, enters=False)
+                return _marked(y, dim % y.ndim, enters=False)
 
             return _each_result(who, left, out_axes, outs)
 
@@ -187,7 +191,7 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
 
 
 def _options(who: str, fn: Any, in_axes: Any, out_axes: Any) -> tuple[Any, Any]:
-    """`in_axes` and `out_axes`, if they and `fn` can be."""
+    """Checks the options of both functions; returns `in_axes` and `out_axes` with Python ints."""
     if not callable(fn):
         raise OptionError(message(
             who, f"fn={fn!r} is no function", "It is called.", "Pass a function."))  # fmt: skip
@@ -218,7 +222,7 @@ def _integer(x: Any) -> int | None:
 
 
 def _type_of(x: Any) -> Any:
-    """Shape and dtype, of what is an array to JAX."""
+    """The aval of an array; None for anything else."""
     try:
         return jax.typeof(x)
     except TypeError:
@@ -226,7 +230,7 @@ def _type_of(x: Any) -> Any:
 
 
 def _arrays(who: str, outs: Any) -> Any:
-    """Results, all of which are arrays."""
+    """Results, after a check that all of them are arrays."""
     paths = jax.tree_util.tree_leaves_with_path(outs)
     if wrong := [
         f"output{jax.tree_util.keystr(path)} is {a_type(y)}"
@@ -239,8 +243,8 @@ def _arrays(who: str, outs: Any) -> Any:
 
 
 def _traced(who: str, fn: Callable[..., Any], arrays: Any) -> _jaxpr.Traced:
-    # By itself: only so is known what it closes over, which the marks say to have no rows. Were fn called as
-    # it is, a call inside might get a device's rows of that, where it needs all of them
+    # Traced by itself, so that the values it closes over are known and marked as without rows. Otherwise a
+    # call inside might get only a device's rows of them
     # (test_opaque.py::test_rows_that_a_promise_says_are_none).
     try:
         return _jaxpr.trace_here(fn, arrays)
@@ -257,7 +261,7 @@ def _traced(who: str, fn: Callable[..., Any], arrays: Any) -> _jaxpr.Traced:
 def _each_result(
     who: str, fn: Callable[[str, int | None, jax.Array], jax.Array], out_axes: Any, outs: Any
 ) -> Any:
-    """`fn(name, dim of its rows, result)` of each result, in their tree."""
+    """Maps `fn(name, batch dim, result)` over results."""
     results, tree = jax.tree_util.tree_flatten_with_path(outs)
     dims = _spread(who, "out_axes", out_axes, outs)
     pairs = zip(results, dims, strict=True)
@@ -266,7 +270,7 @@ def _each_result(
 
 
 def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int | None], int]:
-    """For each leaf of the arguments the dim of its rows, and how many rows all of them have."""
+    """The batch dim of each leaf of the arguments, and how many rows all of them have."""
     each = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
     all_dims = _spread(who, "in_axes", each, args) + [0] * len(jax.tree.leaves(kwargs))
     paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
@@ -308,7 +312,6 @@ _BY_NAME = (
 
 
 def _edit(name: str) -> str:
-    """What to do where a leaf of this name has no rows."""
     if name.startswith("kwargs"):
         return _BY_NAME
     option = "out_axes" if name.startswith("output") else "in_axes"
@@ -316,7 +319,7 @@ def _edit(name: str) -> str:
 
 
 def _spread(who: str, option: str, axes: Any, tree: Any) -> list[int | None]:
-    """The entry of `axes`, a prefix of the tree, for each of its leaves."""
+    """The entry of `axes`, a tree prefix, for each leaf."""
     found: list[int | None] = []
     try:
         jax.tree.map(
@@ -329,3 +332,33 @@ def _spread(who: str, option: str, axes: Any, tree: Any) -> list[int | None]:
             f"It is one dim, or a prefix of the tree of {'arguments' if option == 'in_axes' else 'results'}.",
             "Name one for each, or for each part.")) from None  # fmt: skip
     return found
+
+
+_marked_rows = extended.Primitive("marked_rows")
+
+
+def _marked(x: Any, dim: int | None, enters: bool = True) -> Any:
+    """`x` where it enters or leaves a `per_example` function, with rows along `dim`.
+
+    The mark survives `grad` (what enters forward leaves backward) and `vmap`.
+    """
+    return _marked_rows.bind(x, dim=dim, vmapped=(), enters=enters)
+
+
+def _transposed_mark(ct: Any, x: Any, *, enters: bool, **dims: Any) -> list[Any]:
+    return [_marked_rows.bind(ct, enters=not enters, **dims)]
+
+
+def _batched_mark(
+    args: Any, at: Any, *, dim: int | None, vmapped: tuple[int, ...], enters: bool
+) -> tuple[Any, Any]:
+    (x,), (new,) = args, at
+    moved = [None if d is None else d + (d >= new) for d in (dim, *vmapped)]
+    return _marked_rows.bind(x, dim=moved[0], vmapped=(new, *moved[1:]), enters=enters), new
+
+
+_marked_rows.def_impl(lambda x, **_: x)
+_marked_rows.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_marked_rows, _transposed_mark)
+batching.primitive_batchers[_marked_rows] = _batched_mark
+mlir.register_lowering(_marked_rows, lambda ctx, x, **_: [x])

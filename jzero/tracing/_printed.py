@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Jaxpr
 
 _WIDTH = 60  # of an equation, if comments are to stand in one column
@@ -72,7 +72,7 @@ class _Lines:
         self._done: dict[tuple[int, str, str], tuple[Jaxpr, Jaxpr]] = {}
 
     def of(self, jaxpr: Jaxpr, around: Eqn | None = None, autodiff: str = "") -> Jaxpr:
-        lacks = around is not None and not all(map(_jaxpr.has_line, jaxpr.eqns))
+        lacks = around is not None and not all(map(_lines.has_line, jaxpr.eqns))
         key = id(jaxpr), autodiff, _line(around) if around is not None and lacks else ""
         if key not in self._done:
             eqns = [self._noted(eqn, around, autodiff) for eqn in jaxpr.eqns]
@@ -80,7 +80,7 @@ class _Lines:
         return self._done[key][1]
 
     def _noted(self, eqn: Eqn, around: Eqn | None, autodiff: str) -> Eqn:
-        at = eqn if around is None else _jaxpr.with_line_of(eqn, around)
+        at = eqn if around is None else _lines.with_line_of(eqn, around)
         autodiff = autodiff or _jaxpr.autodiff_pass(eqn) or ""
         notes = [_line(at), autodiff, *_jaxpr.users_scopes(eqn)]
         if not _jaxpr.inner_jaxprs(eqn):
@@ -92,9 +92,12 @@ class _Lines:
 
 def _line(eqn: Eqn) -> str:
     """`train.py:12 (step_fn), in <the package's file>:42:45 (apply_updates)`: the user's line is first."""
-    if not _jaxpr.has_line(eqn):
+    if not _lines.has_line(eqn):
         return ""
-    own, called = _jaxpr.summary(eqn).replace(os.getcwd() + os.sep, ""), _jaxpr.called_at(eqn)
+    own, called = (
+        _lines.summary(eqn).replace(os.getcwd() + os.sep, ""),
+        _lines.called_at(eqn),
+    )
     if not called:
         return own
     own = re.sub(r"^.*(site|dist)-packages/", "", own)

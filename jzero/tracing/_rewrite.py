@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._jaxpr import Atom, Eqn, Jaxpr, Var
 
 
@@ -42,7 +42,7 @@ def flatten_calls(
         for eqn in inner.eqns:
             new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
             if outer is not None:
-                source = _jaxpr.with_line_of(eqn, outer).source_info
+                source = _lines.with_line_of(eqn, outer).source_info
                 stack = outer.source_info.name_stack + source.name_stack
                 new = new.replace(source_info=source.replace(name_stack=stack))
             stays = _jaxpr.is_rematted(eqn) and not opened(eqn)

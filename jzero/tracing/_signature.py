@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
-from jzero.tracing import _jaxpr, _modules, _objects
+from jzero.tracing import _jax_state, _modules, _objects
 from jzero.tracing._call import WHO, checked_specs
 from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
@@ -153,7 +153,7 @@ class Signature:
             name
             for numbers, strings in (
                 (static_argnums, static_argnames),
-                _jaxpr.static_arguments(step_fn),
+                _jax_state.static_arguments(step_fn),
             )
             for name in chosen("static_argnums", numbers) | chosen("static_argnames", strings)
         )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.tracing import _call, _jaxpr, _rewrite
+from jzero.tracing import _array_memory, _call, _jaxpr, _rewrite
 from jzero.tracing._differences import CAST
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -77,7 +77,7 @@ def is_weak(x: Any) -> bool:
 
 def _strong(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.Array):
-        return _jaxpr.strong_view(x) if x.dtype == dtype else jnp.asarray(x, dtype)
+        return _array_memory.strong_view(x) if x.dtype == dtype else jnp.asarray(x, dtype)
     # Rounded as XLA does it, on no device in particular.
     return np.asarray(jnp.asarray(x).astype(dtype))
 

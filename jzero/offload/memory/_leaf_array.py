@@ -18,7 +18,7 @@ from jzero._errors import StateError, message
 from jzero.offload.memory import _coding, _storage
 from jzero.offload.memory._storage import HostPlacement, Parts, Storage
 from jzero.sharding.plan._quantized_form import QuantizedForm
-from jzero.tracing import _jaxpr
+from jzero.tracing import _array_memory
 from jzero.tracing._axis_types import takes_explicit_axes
 
 
@@ -309,7 +309,7 @@ for _name, _value in vars(jax.Array).items():
             setattr(LeafArray, _name, _read(_name))
         elif callable(_value):
             setattr(LeafArray, _name, _asked(_name))
-_jaxpr.register_array(LeafArray, LeafArray.__jax_array__)
+_array_memory.register_array(LeafArray, LeafArray.__jax_array__)
 
 
 def storage_of(x: Any) -> Any:

@@ -16,7 +16,7 @@ from jzero._errors import STEP, describe_leaf, message, warn
 from jzero._memory_kinds import PINNED
 from jzero._quantities import readable_bytes
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _jaxpr
+from jzero.tracing import _array_memory
 
 # What XLA says of an array that somebody has a view of.
 _REFUSED = "Donation requested for buffer with external reference"
@@ -101,14 +101,14 @@ def renewed(
     shards = {i: {x.device: x.data for x in state[i].addressable_shards} for i in indices}
     try:  # See [Note: locks and comprehensions] in `_host_updates.py`.
         for i in indices:
-            _jaxpr.forget_views(state[i])
+            _array_memory.forget_views(state[i])
         new, viewed = _taken_by_each(shards)
     except BaseException:
         for i in indices:  # Of which a part is gone. JAX looks at the first only.
             if any(x.is_deleted() for x in shards[i].values()):
                 state[i].delete()
         raise
-    _jaxpr.let_go([state[i] for i in indices])  # JAX keeps what was copied.
+    _array_memory.let_go([state[i] for i in indices])  # JAX keeps what was copied.
     if viewed:
         _warn_of_views([plans[i] for i in viewed], sum(viewed.values()))
     return {

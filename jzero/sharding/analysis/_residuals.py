@@ -24,7 +24,7 @@ from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, edges, region_of, trip_count
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Var
 
 # A copy of 1 MiB takes 20 us at 55 GB/s, about twice what it takes to start one.
@@ -84,7 +84,7 @@ def residuals(
         for out in eqn.outvars:
             parts = _parts(program, eqn, out)
             if parts and (parts > 1 or index < last) and _fits(out, parts) and varies(program, out):
-                aval, where = out.aval, _jaxpr.summary(eqn)
+                aval, where = out.aval, _lines.summary(eqn)
                 nbytes = _rules.size_in_bytes(aval)
                 shape, dtype = tuple(aval.shape), str(aval.dtype)
                 found[program, out] = Residual(shape, dtype, nbytes, where, parts, times)

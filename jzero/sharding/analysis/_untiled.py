@@ -10,7 +10,7 @@ from jzero.ir import _rules
 from jzero.ir._regions import variables
 from jzero.ir._rules import Cost, size_in_bytes
 from jzero.sharding.analysis import _traffic
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Atom, Eqn, Var
 
 TILES = "jzero.tiles"  # the scope of a loop over tiles
@@ -99,7 +99,7 @@ def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
         why = (
             "its tiles cannot be smaller" if _jaxpr.in_scope(eqn, TILES) else _why(other, gathered)
         )
-        where = _jaxpr.summary(other) if other is not None and _jaxpr.has_line(other) else ""
+        where = _lines.summary(other) if other is not None and _lines.has_line(other) else ""
         what = "gathered" if gathered else "reduced"
         yield Untiled(leaf, what, size_in_bytes(whole.aval), why, where)
 

@@ -26,7 +26,7 @@ from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
 from jzero.sharding.cut._layer_parts import OuterLoop, ScannedLayers, StraightStage, read_later
 from jzero.sharding.cut._param_derived import param_derived, without_barriers
 from jzero.sharding.cut._term_by_term import term_by_term
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call, _jaxpr, _lines
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 WHO = _call.WHO
@@ -127,7 +127,7 @@ class _LayerMajor:
     def __init__(self, loop: _MicrobatchLoop, device_bytes: int):
         for eqn in filter(_jaxpr.has_side_effects, loop.body.eqns):
             raise OptionError(message(
-                WHO, f"Microbatches(order='layer'), and a {eqn.primitive.name}{_jaxpr.at_line(eqn)} for each "
+                WHO, f"Microbatches(order='layer'), and a {eqn.primitive.name}{_lines.at_line(eqn)} for each "
                 "microbatch",
                 "All microbatches pass a layer before the next layer comes, so that they would not print, "
                 "or call back, one after the other.", "Drop order, or the print or callback."
@@ -182,7 +182,7 @@ class _LayerMajor:
                 self._taken_over.add(each.before)
             else:
                 where = [e for part in at for e in part.eqns if each.before in variables(e.invars)]
-                bad.append(f"{_type_of(each.before)}{_jaxpr.at_line(where[0]) if where else ''}")
+                bad.append(f"{_type_of(each.before)}{_lines.at_line(where[0]) if where else ''}")
         if bad:
             raise OptionError(message(
                 WHO, bad, "With order='layer' all microbatches pass a layer before the next layer comes. "

@@ -23,7 +23,7 @@ from jzero.ir._layout import Partial
 from jzero.ir._opaque import scopes_of
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _local
 from jzero.tracing._types import Eqn
 
 
@@ -35,7 +35,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     for value in ins:
         frame.reduce(value)
     frame.reason = WHOLE_ONCE
-    if _jaxpr.PER_EXAMPLE in scopes_of(frame.region, eqn):
+    if _local.PER_EXAMPLE in scopes_of(frame.region, eqn):
         frame.reason += "; jzero.per_example does not cover effects"
     atoms = [*map(frame.replica, ins)]
     ordered = _jaxpr.has_ordered_effects(eqn)

@@ -24,7 +24,7 @@ from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import into_shards, may_add
 from jzero.sharding.partition._values import DeviceValue, sized
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _keys
 from jzero.tracing._types import Atom, Eqn
 
 _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
@@ -43,7 +43,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
         return not ins and size > 1
     if name == "random_bits":
         # Threefry computes bits by their position; other generators run replicated.
-        counts = _jaxpr.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
+        counts = _keys.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
         return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
         return len(ins) == 1 and (lazy or size > ins[0].aval.size)
@@ -160,7 +160,7 @@ def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -
     for d, at in enumerate(own):
         step = jnp.asarray(math.prod(shape[d + 1 :]), jnp.uint32)
         place = place + lax.broadcast_in_dim(at.astype(jnp.uint32) * step, local, (d,))
-    return _jaxpr.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)
+    return _keys.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)
 
 
 def _along_dim(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:

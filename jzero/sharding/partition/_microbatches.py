@@ -45,7 +45,7 @@ from jzero.sharding.partition._saved import saved_value
 from jzero.sharding.partition._time_axis import TimeAxis, without_time
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.passes._waits import is_gather
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
@@ -346,7 +346,7 @@ def _numbers(num: int) -> jax.Array:
 def _nothing(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return _jaxpr.wrapped_keys(dtype, jnp.zeros(words.shape, words.dtype))
+        return _keys.wrapped_keys(dtype, jnp.zeros(words.shape, words.dtype))
     return jnp.zeros(shape, dtype)
 
 

@@ -14,7 +14,7 @@ from jzero.ir._regions import Region
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
-from jzero.tracing import _jaxpr
+from jzero.tracing import _lines
 from jzero.tracing._types import Eqn
 
 
@@ -79,7 +79,7 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
 def _refusal(eqn: Eqn, value: DeviceValue) -> StepError:
     leaf = describe_leaf("a gradient", value.aval.shape, value.aval.dtype)
     return StepError(message(
-        "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
+        "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_lines.at_line(eqn)}",
         "A call of a backward pass may have made it; then nobody can tell it from one with rows.",
         "If it has rows, make it an argument, and name their dim in in_axes; else use another number of "
         "rows, or keep such calls out of fn."))  # fmt: skip

@@ -14,7 +14,7 @@ from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
 from jzero.sharding.partition._equations import scatter_to_through
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, next_outer, place_of
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _local
 from jzero.tracing._types import Eqn
 
 
@@ -25,7 +25,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     Values with one number per row are gathered, which costs nothing.
     """
     out = eqn.outvars[0].aval
-    if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
+    if _jaxpr.in_scope(eqn, _local.GROUPS):
         num = math.prod(frame.mesh.values())
         frame.reason = f"jzero.groups is local if its n is a multiple of {num}"
     source, lost = value.layout, _lost_rows(frame, value, out.shape)

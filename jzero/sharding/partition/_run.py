@@ -37,7 +37,7 @@ from jzero.sharding.partition import (
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Var
 
 
@@ -186,7 +186,7 @@ def _over_dims(name: str, dims: tuple[int, ...], *xs: jax.Array) -> list[jax.Arr
 def _check(eqn: Eqn, region: Region) -> None:
     """Refuses collectives of the step and `shard_map`."""
     if eqn.primitive.name == "shard_map":
-        raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
+        raise shard_map_error(f" ({_lines.summary(eqn)})")
     is_collective = _rules.costs(eqn, _rules.Cost.COLLECTIVE)
     if is_collective and not all(isinstance(x, numbers.Integral) for x in _jaxpr.axes_of(eqn)):
         raise cannot("it is a collective of the step's own", eqn, region)

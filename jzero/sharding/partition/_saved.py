@@ -20,7 +20,7 @@ from jzero.ir import _rules
 from jzero.ir._products import products
 from jzero.ir._regions import Region
 from jzero.sharding.cut._min_cut import MinCut
-from jzero.tracing import _jaxpr
+from jzero.tracing import _lines
 from jzero.tracing._types import Eqn, Var
 
 
@@ -46,7 +46,7 @@ class Loops:
 
 def saved_value(var: Var, eqn: Eqn, num: int = 1) -> SavedValue:
     what = f"{var.aval.dtype}{list(var.aval.shape)}"
-    return SavedValue(what, _jaxpr.summary(eqn), _rules.size_in_bytes(var.aval) * num)
+    return SavedValue(what, _lines.summary(eqn), _rules.size_in_bytes(var.aval) * num)
 
 
 class RematPolicy:
@@ -102,7 +102,7 @@ class RematPolicy:
     def loops(self, num: int, begun_by: Sequence[int], at_once: Sequence[int]) -> Loops:
         """The report on `num` loops, what begins them, and products that run once for all microbatches."""
         once = sum(self._products[i] for i in self._first_run)
-        lines = tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in begun_by))
+        lines = tuple(dict.fromkeys(_lines.user_line(self._eqns[i]) for i in begun_by))
         saved = [saved_value(var, self._eqns[self._maker[var]], self._num) for var in self._read]
         together = tuple(saved_value(self._eqns[i].outvars[0], self._eqns[i]) for i in at_once)
         return Loops(num, tuple(saved), self._all_run / once if once else 1.0, lines, together)

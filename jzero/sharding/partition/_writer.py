@@ -22,7 +22,7 @@ from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion,
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition._values import place_of
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _keys, _lines
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
@@ -117,7 +117,7 @@ class DeviceWriter(JaxprWriter):
         return conversion(source, target, itemsize, self.prices, self.still)
 
     def _line(self) -> str:
-        return _jaxpr.summary(self.source)
+        return _lines.summary(self.source)
 
     def _operation(self) -> str:
         return self.source.primitive.name
@@ -128,7 +128,7 @@ class DeviceWriter(JaxprWriter):
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return convert(x, step)
         words = self.inline(jax.random.key_data, (), x)
-        return self.inline(_jaxpr.wrapped_keys, (x.aval.dtype,), convert(words, step))
+        return self.inline(_keys.wrapped_keys, (x.aval.dtype,), convert(words, step))
 
     def _gather(self, x: Atom, step: LayoutStep) -> Atom:
         d, outer, _ = _place(step.before, step.axes)

@@ -25,7 +25,7 @@ from jzero.ir._regions import Region
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _origins
 from jzero.sharding.passes._auto_layouts import SHARED, SUMS, AutoLayouts, AutoSpec, SpecOf
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _traces
 from jzero.tracing._types import Eqn, Jaxpr, Primitive
 
 _BY_PARTS = frozenset({*SHARED, "psum", "pmax", "pmin", "ppermute", "layout_constraint"})
@@ -59,14 +59,14 @@ def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoLayouts) -> Jaxpr:
         key = fn.func, str(fn.args), *types
         if key not in once:
             given = [jax.ShapeDtypeStruct(*x[:2], weak_type=x[2]) for x in types]
-            once[key] = _jaxpr.trace_on(axes.mesh, fn, given, axes.own)
+            once[key] = _traces.trace_on(axes.mesh, fn, given, axes.own)
         traced, ins = once[key], [*map(writer.read, eqn.invars)]
         outs = writer.write(traced.jaxpr, traced.consts, ins, eqn)
         writer.names |= zip(eqn.outvars, outs, strict=True)
         return True
 
-    inside = _jaxpr.inside_of(axes.mesh, axes.own)
-    return _jaxpr.in_mesh(_origins.rewritten(program, by_parts), inside)
+    inside = _traces.inside_of(axes.mesh, axes.own)
+    return _traces.in_mesh(_origins.rewritten(program, by_parts), inside)
 
 
 def _beside(

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jzero.ir._regions import region_of
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _traces
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
 # Bytes: enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
@@ -73,7 +73,7 @@ def _written(
 
     ins = [old, _jaxpr.variable(eqn.invars[0])]
     types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in ins]
-    traced = _jaxpr.trace_on(mesh, into, types, own)
+    traced = _traces.trace_on(mesh, into, types, own)
     (out,) = writer.write(traced.jaxpr, traced.consts, ins, eqn)
     return _jaxpr.variable(out)
 

@@ -17,7 +17,7 @@ from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._waits import bits_of, unless_never
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _traces
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # [Note: one order of collectives]
@@ -42,7 +42,7 @@ def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
     def ordered(*args: Any) -> Any:
         traced = _jaxpr.trace_here(fn, *args)
         here = jax.sharding.get_abstract_mesh()
-        jaxpr = _jaxpr.in_mesh(one_order(traced.jaxpr), here)
+        jaxpr = _traces.in_mesh(one_order(traced.jaxpr), here)
         outs = _jaxpr.evaluate(jaxpr, traced.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(traced.out_tree, outs)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jzero._errors import MeshError, a_type, message
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call, _jax_state
 from jzero.tracing._axis_types import with_auto_axes
 
 WHO = _call.WHO
@@ -97,7 +97,7 @@ def check_mesh(mesh: Any) -> None:
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
     """A step's mesh with Auto axes (its own, `jax.set_mesh`'s, or all devices); JAX's mesh and settings."""
-    abstract, tracing = jax.sharding.get_abstract_mesh(), _jaxpr.trace_settings()
+    abstract, tracing = jax.sharding.get_abstract_mesh(), _jax_state.trace_settings()
     if mesh is None and abstract.empty:
         mesh = _default_mesh(axis_name or "data", tuple(jax.devices()))
     elif mesh is None:

@@ -12,7 +12,7 @@ from jzero._errors import OptionError, StepError, message
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.plan._options import Options
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call, _jaxpr, _lines
 
 # XLA took the place of a slice in a backward loop, n - 1 - i, for i, silently: openxla/xla pull requests
 # 46231 and 46308, of ten days after JAX 0.11.0. What JAX 0.11.1, 0.11.2 and 0.12 compile was read to be right
@@ -34,7 +34,7 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
     if jax.__version_info__ >= RIGHT_SINCE:
         return
     own = [
-        f"{atom.aval.dtype}[{', '.join(map(str, atom.aval.shape))}]{_jaxpr.at_line(eqn)}"
+        f"{atom.aval.dtype}[{', '.join(map(str, atom.aval.shape))}]{_lines.at_line(eqn)}"
         for _, eqn in frame.walk() if eqn.primitive.name == "scan"
         for atom in eqn.outvars if _jaxpr.is_on_host(atom.aval)
     ]  # fmt: skip

@@ -31,7 +31,7 @@ from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.partition._run import shard_map_error
 from jzero.sharding.plan._sorted_in_blocks import sorted_in_blocks
-from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
+from jzero.tracing import _call, _jaxpr, _keys, _lines, _reading, _rewrite, _traces, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr
 
@@ -207,7 +207,7 @@ def trace_plainly(
     """
     try:
         try:
-            return _jaxpr.trace_whole(flat_step, avals, automatic)
+            return _traces.trace_whole(flat_step, avals, automatic)
         except (RuntimeError, ValueError) as error:
             return _trace_otherwise(error, flat_step, avals, mesh_axes)
     except (JzeroError, _reading.Elsewhere, _weak.PromotedState):
@@ -229,12 +229,12 @@ def _trace_otherwise(
     """
     if not _is_of_shard_map(error):
         try:
-            return _jaxpr.trace_whole(flat_step, avals, mesh_axes)
+            return _traces.trace_whole(flat_step, avals, mesh_axes)
         except ValueError as other:
             if not _is_of_shard_map(other):
                 raise _explained(other) from other.__cause__
     try:
-        return _jaxpr.trace_whole(flat_step, avals, {})
+        return _traces.trace_whole(flat_step, avals, {})
     except (RuntimeError, ValueError):  # Constraints need a mesh.
         raise shard_map_error() from None
 
@@ -256,14 +256,14 @@ def _explained(error: ValueError) -> Exception:
     """The error for unknown axes, and for layouts over Explicit axes, [Note: Explicit axes]."""
     if "is not found in mesh" in f"{error}":
         return StepError(message(
-            "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
+            "shard_train_step", f"a layout at {_lines.line_of_error(error)}: {f'{error}'.rstrip('.')}",
             "Constraints of a step name axes of its mesh.",
             "Pass the mesh that has them by mesh=, with its data axes by axes=; or drop what says that "
             "the batch is sharded: it is."))  # fmt: skip
     if not any(text in f"{error}" for text in _OF_EXPLICIT_AXES):
         return error
     return StepError(message(
-        "shard_train_step", f"a layout over Explicit mesh axes at {_jaxpr.line_of_error(error)}",
+        "shard_train_step", f"a layout over Explicit mesh axes at {_lines.line_of_error(error)}",
         "A step is traced over Auto axes, whatever types those of its mesh have.",
         "Write jax.lax.with_sharding_constraint(x, jax.P(...)) instead of jax.reshard, out_sharding= and "
         "NamedShardings; drop constraints over data axes alone."))  # fmt: skip
@@ -328,7 +328,7 @@ def _traced_in(
 ) -> _jaxpr.Traced:  # fmt: skip
     """The trace of a step with collectives over these axes; explains other axes and Explicit ones."""
     try:
-        return _jaxpr.trace(flat_step, avals, axes, automatic)
+        return _traces.trace(flat_step, avals, axes, automatic)
     except ValueError as error:
         raise _explained(error) from error.__cause__
     except NameError as error:
@@ -343,7 +343,7 @@ def _traced_in(
 
 def _check_refs(jaxpr: Jaxpr) -> None:
     """Refuses mutable arrays: reads depend on writes that are no operands."""
-    found = [_jaxpr.summary(eqn) for eqn in _jaxpr.ref_equations(jaxpr)]
+    found = [_lines.summary(eqn) for eqn in _jaxpr.ref_equations(jaxpr)]
     if found:
         raise StepError(message(
             "shard_train_step", found,
@@ -362,7 +362,7 @@ def _check_axes(frame: Frame) -> None:
     if inner:
         raise StepError(message(
             "shard_train_step",
-            [f"a {eqn.primitive.name} over a dim that jax.vmap(axis_name=) has named{_jaxpr.at_line(eqn)}"
+            [f"a {eqn.primitive.name} over a dim that jax.vmap(axis_name=) has named{_lines.at_line(eqn)}"
              for eqn in inner],
             "A step with collectives of its own may name the data axes only.",
             "Reduce that dim with jnp.sum, jnp.mean or jnp.max outside of the vmap.",
