@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit mesh axes are taken as Auto: `jax.make_mesh` makes Explicit ones, and a step speaks of none.
+"""Treats Explicit mesh axes, which `jax.make_mesh` makes, as Auto.
 
-[Note: Explicit axes] jzero plans and runs on meshes of Auto axes alone: what is Explicit is replaced once, by
-the same devices with Auto axes. Where no mesh is current, all results are on that mesh, and plain
-`jnp` takes it. Under `jax.set_mesh` of Explicit axes JAX takes arrays of Explicit axes alone: there a call's
-arrays are taken as views on the Auto mesh, it runs under that one, and what it returns comes back as views on
-the user's. A view shares the memory of its array, and is consumed with it. NNX objects hold the views for as
-long as the call lasts.
+[Note: Explicit axes] jzero plans and runs on meshes of Auto axes only. A mesh with Explicit axes is replaced
+by one of the same devices with Auto axes, and without a current mesh all results are on that one, as plain
+`jnp` accepts. Under `jax.set_mesh` with Explicit axes, JAX accepts only arrays with Explicit axes. So a call
+takes views of its arrays on the Auto mesh, runs under that mesh, and returns views on the user's. A view
+shares the memory of its array and is consumed with it. During the call, NNX objects hold the views.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @functools.lru_cache(maxsize=64)
 def with_auto_axes(mesh: Any) -> Any:
-    """The mesh with Auto axes in the place of Explicit ones; itself if it has none, or is no mesh."""
+    """The mesh with Auto axes in the place of Explicit ones; anything else is returned as it is."""
     if AxisType.Explicit not in getattr(mesh, "axis_types", ()):
         return mesh
     types = [AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types]
@@ -35,19 +34,18 @@ def with_auto_axes(mesh: Any) -> Any:
 
 
 def explicit_mesh(values: Iterable[Any]) -> AbstractMesh:
-    """The mesh that is current, or that of Explicit axes over which one of these traced values is sharded."""
+    """The current mesh, unless only a mesh of one of these traced values has Explicit axes: then that one."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in values)]
     return next((mesh for mesh in meshes if explicit_axes(mesh)), meshes[0])
 
 
 def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
-    """Its Explicit axes."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
 def takes_explicit_axes(fn: F) -> F:
-    """`fn`, which is called by users, under a mesh of Auto axes ([Note: Explicit axes])."""
+    """Decorates a public function to run under a mesh of Auto axes; [Note: Explicit axes]."""
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +57,6 @@ def takes_explicit_axes(fn: F) -> F:
             return fn(*args, **kwargs)
         auto, views = with_auto_axes(current), dict[int, Any]()
         with _context(auto):
-            # An array that is there twice is one array still.
             for x in given.leaves:
                 views.setdefault(id(x), _as_on(x, auto))
             before = {id(views[id(x)]): x for x in given.leaves}
@@ -81,8 +78,8 @@ def takes_explicit_axes(fn: F) -> F:
 
 @contextlib.contextmanager
 def _context(mesh: AbstractMesh) -> Iterator[None]:
-    # JAX lets no mesh context change into one of other types, but into none at all. A function that is traced
-    # may close over a `LeafArray`, whose array is made here and now, so that there is something to view.
+    # JAX does not let a mesh context change its axis types, except by way of no mesh. A function that is
+    # traced may close over a `LeafArray`, whose array must exist to be viewed.
     nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     now = jax.ensure_compile_time_eval() if _jax_state.is_tracing() else contextlib.nullcontext()
     with now, nothing, jax.sharding.use_abstract_mesh(mesh):
@@ -96,7 +93,7 @@ def _as_on(x: Any, mesh: AbstractMesh) -> Any:
     old = getattr(x, "sharding", None)
     new = _array_memory.retyped(old, mesh)
     if new is old or (isinstance(x, jax.Array) and x.is_deleted()):
-        return x  # Of an array that was consumed there is no view; whoever is called says so.
+        return x  # A consumed array has no view; `fn` reports it.
     return (
         x.update(sharding=new)
         if isinstance(x, jax.ShapeDtypeStruct)

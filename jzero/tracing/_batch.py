@@ -16,25 +16,18 @@ from jzero.tracing._signature import Call, Signature
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Shapes of one call of a step.
-
-    Attributes:
-      signature: how the step is called.
-      shapes: the call, its arrays as `ShapeDtypeStruct`s.
-      dims: of each leaf of the arrays, the dim that is split over the devices; None for whole ones.
-      rows: the part of that dim that each device has in one microbatch, in the leaf that has fewest.
-    """
+    """Shapes of one call of a step."""
 
     signature: Signature
-    shapes: Call
-    dims: tuple[int | None, ...]
-    rows: int
+    shapes: Call  # With `ShapeDtypeStruct`s in the place of arrays.
+    dims: tuple[int | None, ...]  # For each leaf of the arguments, the sharded dim.
+    rows: int  # Rows of a device in a microbatch, in the leaf that has fewest.
 
     @staticmethod
     def of(
         who: str, signature: Signature, call: Call, dims: tuple[int | None, ...], parts: Sequence[int]
     ) -> Batch:  # fmt: skip
-        """The batch of a call whose dims are split in so many `parts` (devices times microbatches)."""
+        """The batch of a call whose `dims` are split in `parts` (devices times microbatches)."""
         arrays = {name: _call.abstract(value, name) for name, value in call.arrays.items()}
         state = _call.abstract(call.state, "state")
         leaves = jax.tree.leaves(arrays)
@@ -50,7 +43,7 @@ class Batch:
         return Batch(signature, call._replace(state=state, arrays=arrays), dims, fewest)
 
     def call(self, fn: Callable[..., Any], rows: int) -> Any:
-        """Calls `fn` as the step would be called, with so many rows for each device and microbatch."""
+        """Calls `fn` like the step, with `rows` for each device and microbatch."""
         leaves, tree = jax.tree.flatten(self.shapes.arrays)
         changed = [
             leaf if dim is None else _resized(leaf, dim, leaf.shape[dim] // self.rows * rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is called with: paths, shapes and kinds of leaves, and how each argument is split."""
+"""Arguments of a step: paths, shapes and kinds of their leaves, and over which axes each is split."""
 
 from __future__ import annotations
 
@@ -31,40 +31,38 @@ def leaf_paths(tree: Any, root: str) -> list[str]:
 
 
 def structure_paths(treedef: Any, root: str) -> list[str]:
-    """The same, of a structure."""
     return leaf_paths(unfilled(treedef), root)
 
 
 def unfilled(treedef: Any) -> Any:
-    """A tree of placeholders: JAX's own, which containers that check what they hold let pass."""
+    # Containers that check what they hold accept `object()`, which JAX uses itself.
     return jax.tree.unflatten(treedef, [object()] * treedef.num_leaves)
 
 
 def argument_paths(arrays: Mapping[str, Any]) -> list[str]:
-    """The paths of all leaves of the arguments beside the state."""
     return [path for name, tree in arrays.items() for path in leaf_paths(tree, name)]
 
 
 def is_key(dtype: Any, shape: Sequence[int]) -> bool:
-    """Typed PRNG keys, and single old-style ones (`uint32[2]`)."""
+    """Whether it is an array of typed PRNG keys, or a single old-style one (`uint32[2]`)."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     return dtype == np.uint32 and tuple(shape) == (2,)
 
 
 def is_single_key(dtype: Any, shape: Sequence[int]) -> bool:
-    """One key, of either style; an array of typed keys has one for each device, or row."""
+    """Whether it is one key. An array of typed keys has one for each device, or row."""
     return is_key(dtype, shape) and (not shape or dtype == np.uint32)
 
 
 def signature_of(tree: Any) -> tuple[Any, ...]:
-    """What tells two calls apart, quick to compute. Leaves may be anything."""
+    """Structure, shapes and dtypes of a tree as a cache key. Leaves may be anything."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, marks(leaves)
 
 
 def marks(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The same of leaves."""
+    """Shape, dtype and weak type of each array, the type of any other leaf."""
     return tuple([
         (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
@@ -74,7 +72,7 @@ def marks(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def abstract(tree: Any, root: str) -> Any:
-    """Shapes and dtypes of a tree's leaves, as JAX will see them; non-arrays are errors."""
+    """The tree with `ShapeDtypeStruct`s as JAX will see them. Raises an error that names all non-arrays."""
     bad, out = [], []
     leaves, treedef = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
@@ -93,7 +91,7 @@ def abstract(tree: Any, root: str) -> Any:
 
 
 def is_python_number(leaf: Any) -> bool:
-    """Whether it is a number of Python's own; `np.float64` and `np.complex128` are subclasses of those."""
+    # `np.float64` and `np.complex128` are subclasses of Python's numbers.
     return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
 
 
@@ -104,12 +102,12 @@ def _edits(leaves: Sequence[Any], in_state: bool) -> str:
 
 
 def _holds_array(leaf: Any) -> bool:
-    """Whether it is a variable, as Keras's are: JAX traces none, and only eager operations take it."""
+    """Whether it is a variable like those of Keras, which only eager operations accept."""
     return hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array)
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of one leaf."""
+    """Shape, dtype and weak type of a leaf. Raises TypeError if it is no array, number or key."""
     if is_python_number(leaf):
         aval = jnp.result_type(leaf)
         return jax.ShapeDtypeStruct((), aval, weak_type=not isinstance(leaf, bool))
@@ -128,24 +126,19 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 class BatchSpecs(NamedTuple):
-    """How the arguments beside the state are split.
+    """How the arguments beside the state are split."""
 
-    Attributes:
-      specs: of each leaf; `P()` for one that is whole on every device.
-      row_axes: the data axes that split rows, and between whose devices microbatches are: all of them, unless
-        `in_specs` splits several dims of an argument; then those of the first one.
-    """
-
-    specs: tuple[P, ...]
+    specs: tuple[P, ...]  # For each leaf; `P()` replicates it.
+    # The data axes that split rows, and count microbatches in: all of them, unless `in_specs` splits several
+    # dims of an argument; then those of the first one.
     row_axes: tuple[str, ...]
 
     @property
     def are_of_several_dims(self) -> bool:
-        """Whether a leaf is split along several dims."""
         return any(sum(map(bool, spec)) > 1 for spec in self.specs)
 
     def parts(self, axes: Mapping[str, int], accumulate: int) -> dict[str, int]:
-        """Into how many parts each data axis splits them: microbatches are devices in time, of rows."""
+        """Parts by data axis; microbatches count as devices of the last axis of rows."""
         last = self.row_axes[-1]
         return {**axes, last: axes[last] * accumulate}
 
@@ -153,13 +146,10 @@ class BatchSpecs(NamedTuple):
 def batch_specs(
     arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int], accumulate: int
 ) -> BatchSpecs:
-    """How each leaf is split: along dim 0, or as `in_specs` says.
+    """How each leaf is split: as `in_specs` says, by default along dim 0.
 
-    Keys are whole, and what has fewer rows than there are devices, unless nothing has more. It decides only
-    costs.
-
-    Raises:
-      BatchError: a spec that does not fit its leaf.
+    By default, keys are replicated, and leaves with fewer rows than devices, unless none has more. The choice
+    affects costs only.
     """
     given, bad = list[P | None](), list[str]()
     for path, leaf, spec in _with_specs(arrays, specs):
@@ -188,13 +178,12 @@ def _of_rows(leaf: Any, fewest: int, axes: tuple[str, ...]) -> P:
 
 
 def _in_order(spec: P, axes: Mapping[str, int]) -> P:
-    """With the axes of each dim in the mesh's order; None for a dim that is not split."""
+    """The spec with each dim's axes in the mesh's order."""
     entries = [tuple(axis for axis in axes if axis in spec_axes(entry)) for entry in spec]
     return P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
 
 
 def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
-    """`in_specs`, if it is what it must be; none for None."""
     if in_specs is None:
         return {}
     found = []
@@ -225,12 +214,10 @@ def _unknown(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str
 def argument_specs(
     arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int], accumulate: int
 ) -> list[P]:
-    """A PartitionSpec per leaf: dim 0 split over all data axes; scalars and keys on every device.
+    """A spec for each leaf of a step written for one device: by default dim 0 over all data axes.
 
-    Microbatches are devices in time: the last of the `axes` counts them in.
-
-    Raises:
-      BatchError: leaves whose dim is not divisible by the devices, all at once.
+    Scalars and keys are replicated. The last of the `axes` includes microbatches. Raises an error that names
+    all leaves whose dims the devices do not divide.
     """
     out: list[P] = []
     bad: list[str] = []
@@ -256,7 +243,7 @@ def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
 def _with_specs(
     arrays: Mapping[str, Any], specs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, P | None]]:
-    """Every leaf of the arguments: its path, itself, and what `in_specs` says of it."""
+    """`(path, leaf, spec)` for each leaf of the arguments; None if `in_specs` has no spec for it."""
     for name, tree in arrays.items():
         leaves, treedef = jax.tree.flatten(tree)
         given: list[P | None] = [None] * len(leaves)
@@ -304,20 +291,19 @@ def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate:
 
 
 def microbatch_dim(spec: P, row_axes: Sequence[str]) -> int | None:
-    """The dim along which an argument is cut into microbatches: that of the last axis of rows."""
+    """The dim along which an argument is split into microbatches: that of the last axis of rows."""
     last = row_axes[-1]
     return next((dim for dim, entry in enumerate(spec) if last in spec_axes(entry)), None)
 
 
 def spec_axes(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def local_aval(leaf: Any, spec: P, axes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """What one device sees of an argument in one microbatch."""
+    """The type of one device's part of an argument in one microbatch."""
     shape = list(leaf.shape)
     for dim, entry in enumerate(spec):
         for name in spec_axes(entry):

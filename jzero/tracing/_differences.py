@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that an optimizer makes itself: `p + (n - p)` is `n`.
+"""Simplifies `p + (n - p)` to `n`, where an optimizer computes the new parameters `n` itself.
 
-What an optax transformation returns is added to the parameters. One that has made the new parameters
-(`master_weights`, `stochastic_rounding`) returns the difference to the old ones, in a dtype in which it is
-exact, only for it to be added to them again. An offloaded update would read all old parameters for that.
+The result of an optax transformation is added to the parameters. One that computes new parameters
+(`master_weights`, `stochastic_rounding`) returns their difference to the old ones, in a dtype in which it is
+exact. An offloaded update would read all old parameters only for that.
 
-Where the two differ, `n` is what the optimizer meant: if `p` is not finite, or if `n` is so much smaller that
-their difference is no longer exact (by 2**16 for bfloat16 parameters and float32 differences).
+The two differ if `p` is not finite, or if `n` is so much smaller that their difference is not exact (by 2**16
+for bfloat16 parameters and float32 differences); then, too, `n` is what the optimizer meant.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ CAST = "convert_element_type"
 
 
 def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
-    """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
-
-    The differences stay, read by nobody.
-    """
+    """The jaxpr with `n` for each `p + (n - p)` of upcast n and p whose result is cast down again."""
     makers: dict[_jaxpr.Var, _jaxpr.Eqn] = {}
 
     def made_anew(eqn: _jaxpr.Eqn) -> list[_jaxpr.Var] | None:
@@ -38,7 +35,7 @@ def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
 
 
 def _sum(eqn: _jaxpr.Eqn, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Var | None:
-    """`n`, if the equation casts `p + (n - p)` to their dtype."""
+    """`n`, if the equation casts `p + (n - p)` to the dtype of n and p."""
     if eqn.primitive.name != CAST:
         return None
     out = eqn.outvars[0].aval
@@ -52,7 +49,7 @@ def _sum(eqn: _jaxpr.Eqn, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Var | 
 
 
 def _maker(atom: _jaxpr.Atom, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Eqn | None:
-    """What made a value, whatever then changed its weak type."""
+    """The equation that made a value, looking through casts that only change its weak type."""
     eqn = None if _jaxpr.is_literal(atom) else makers.get(atom)
     if eqn is None or eqn.primitive.name != CAST:
         return eqn
@@ -63,7 +60,7 @@ def _maker(atom: _jaxpr.Atom, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Eq
 def _made_by(
     name: str, atom: _jaxpr.Atom, makers: dict[_jaxpr.Var, _jaxpr.Eqn]
 ) -> list[_jaxpr.Atom]:
-    """The operands, if an equation of that name made `atom`."""
+    """The operands of the equation that made `atom`, if it has that name."""
     eqn = _maker(atom, makers)
     return eqn.invars if eqn is not None and eqn.primitive.name == name else []
 
@@ -71,7 +68,7 @@ def _made_by(
 def _cast_up(
     atom: _jaxpr.Atom, aval: Any, makers: dict[_jaxpr.Var, _jaxpr.Eqn]
 ) -> _jaxpr.Var | None:
-    """The value of type `aval` of which `atom` is a cast to a wider floating dtype."""
+    """The value of type `aval` that was cast to a wider floating dtype as `atom`."""
     operands = _made_by(CAST, atom, makers)
     if not operands or _jaxpr.is_literal(operand := operands[0]):
         return None

@@ -100,12 +100,13 @@ def from_eqx(
 
 
 def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[Any, Any]:
-    """The new values of what the step was given, and what else it returns."""
+    """The new values of `old`, and the step's other results."""
     results = list(returned) if isinstance(returned, tuple | list) else [returned]
-    found, given, likes = [*map(_apart, results)], [*map(_apart, old)], [*map(_like, old)]
+    found, given = [*map(_apart, results)], [*map(_apart, old)]
+    likes = [*map(Like, given)]  # Structure, shapes and dtypes, and everything that is no array.
     if len(old) == 1 and likes[0](_apart(returned)):  # The state is one tuple, returned alone.
         return (returned,), None
-    taken: dict[int, int] = {}  # of a result: which value's it is
+    taken: dict[int, int] = {}  # from a result's index to that of the old value
     bad = []
     for i, like in enumerate(likes):
         alike = [j for j, other in enumerate(found) if like(other)]
@@ -128,14 +129,14 @@ def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[A
 
 
 def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
-    """Refuses what a call brings and the step returns anew, as an optimizer's state that was not given."""
+    """Refuses an argument of the call that the step returns anew, such as an optimizer's state."""
     results = rest if isinstance(rest, tuple) else (rest,)
     bad = [
         f"{name} ({_kind(value)}) comes with the call, and the step returns another"
         for name, value in arguments.items()
         for result in results
         if not jax.tree_util.all_leaves([value])
-        and _like(value)(_apart(result))
+        and Like(_apart(value))(_apart(result))
         and not all(map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(result)))
     ]
     if bad:
@@ -145,11 +146,6 @@ def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
             "arguments"))  # fmt: skip
 
 
-def _like(value: Any) -> Like:
-    """What a result is that is like a value: in structure, shapes and dtypes, and in all that is no array."""
-    return Like(_apart(value))
-
-
 def _apart(value: Any) -> Any:
     import equinox as eqx
 
@@ -157,14 +153,13 @@ def _apart(value: Any) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Also what has the shape of one only, as of `eqx.filter_eval_shape`."""
     import equinox as eqx
 
     return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
 
 
 def _unlike(name: str, old: Any, results: list[Any], alike: list[int], num: int) -> str:
-    """Why a value was not found: results like it, or how one of its kind differs."""
+    """Why a value was not found: several results are like it, or the one of its type differs."""
     kind = f"{name} ({_kind(old)})"
     if alike:
         return f"{kind} is like results {alike}, and {num} of the values passed are like it"

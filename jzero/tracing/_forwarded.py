@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which outputs of a function are inputs of it, also where loops and calls hand them through."""
+"""Which outputs of a function are its inputs, also through loops and calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jzero.tracing._types import Eqn, Jaxpr
 
 
 def restored(fn: Callable[..., Any], *args: Any) -> Any:
-    """What `fn(*args)` returns, where an output that is an argument is this argument itself.
+    """`fn(*args)`, where an output that is an argument is the same object.
 
-    `nnx.jit`, `nnx.remat` and `nnx.scan` return all variables of a module that they are given.
+    `nnx.jit`, `nnx.remat` and `nnx.scan` return all variables of the module that they are given.
     """
     traced = _jaxpr.trace_here(fn, *args)
     outs = _jaxpr.evaluate(traced.jaxpr, traced.consts, *args)
@@ -25,7 +25,7 @@ def restored(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
-    """Of each output the number of the input that it is; None for others."""
+    """For each output the index of the input that it is, or None."""
     known: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
 
     def number(atom: Any) -> int | None:
@@ -39,7 +39,7 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def _pairs(eqn: Eqn) -> Iterator[tuple[int, int]]:
-    """Outputs of an equation that are inputs of it, and which."""
+    """`(result, operand)` indices of an equation's results that are its operands."""
     if eqn.primitive.name == "scan":
         parts = _jaxpr.scan_parts(eqn)
         first = parts.num_consts + parts.num_carry

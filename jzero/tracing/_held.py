@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a step that become its state; the others come with each call."""
+"""Binds the arguments of `from_nnx` and `from_eqx`, which become the state, to a step's parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from jzero.tracing._signature import MANY, call_by_name, flat_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """How `train_step` is called when some of its arguments are held in a state.
+    """The arguments of a step that are held in a state, and how to call it with the others."""
 
-    Attributes:
-      names: of the held arguments, in the order of the step's parameters: 'model', 'args[0]'.
-      values: what was given for them.
-      signature: of the step that takes the state, and the other arguments in their order.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # In the order of the step's parameters: 'model', 'args[0]'.
     values: tuple[Any, ...]
-    signature: inspect.Signature
+    signature: inspect.Signature  # Of the state, and the other parameters in their order.
     _parameters: inspect.Signature
 
     @classmethod
@@ -32,7 +26,6 @@ class Held:
         cls, who: str, train_step: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Held:  # fmt: skip
-        """Binds what was given: by position to the step's first parameters, by keyword to their names."""
         if not args and not kwargs:
             raise StepError(message(
                 who, "no argument of train_step was passed", "Those that it changes become the state.",
@@ -67,12 +60,12 @@ class Held:
         self, train_step: Callable[..., Any], values: Sequence[Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Calls the step with `values` for what is held, and the arguments of a call."""
+        """Calls the step with `values` for the held arguments, and the arguments of a call."""
         given = self.arguments(args, kwargs) | dict(zip(self.names, values, strict=True))
         return call_by_name(self._parameters, train_step, given)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of one call beside the state, by name."""
+        """The arguments of a call beside the state, by name."""
         bound = self.signature.bind(None, *args, **kwargs)
         state, *names = bound.arguments
         held = {name: sum(key.startswith(f"{name}[") for key in self.names) for name in names}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equinox modules as arguments of a step: functions, strings and numbers are compiled in, arrays are not."""
+"""Equinox modules as arguments of a step: everything in them but arrays is compiled into the program."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from jzero._errors import STEP, StepError, message
 from jzero.tracing._returned import as_given, is_same_static
 from jzero.tracing._state_arguments import Step
 
-_ARRAY = object()  # stands among leaves for one that is an array
+_ARRAY = object()  # in the place of arrays among leaves
 _NUMBERS = (bool, int, float, complex)
 
 
-def is_imported() -> bool:
-    """Whether anybody has imported Equinox."""
-    return "equinox" in sys.modules
-
-
 def is_made_by(transform: str, fn: Any) -> bool:
-    """Whether `filter_jit`, or another transformation of Equinox's, has made a function."""
+    """Whether Equinox's `filter_jit`, or another transform, made a function."""
     eqx = sys.modules.get("equinox")
     return eqx is not None and isinstance(fn, type(getattr(eqx, transform)(lambda: None)))
 
 
 def check_no_pmap(step_fn: Any, who: str) -> None:
-    """Refuses what `eqx.filter_pmap` has made."""
     if is_made_by("filter_pmap", step_fn):
         raise StepError(message(
             who, "the step was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
@@ -38,17 +32,13 @@ def check_no_pmap(step_fn: Any, who: str) -> None:
 
 
 def is_filtered(step_fn: Any) -> bool:
-    """Whether `eqx.filter_jit` has made a function.
-
-    Raises:
-      StepError: `eqx.filter_pmap` has.
-    """
+    """Whether `eqx.filter_jit` made a function; refuses one made by `eqx.filter_pmap`."""
     check_no_pmap(step_fn, STEP)
     return is_made_by("filter_jit", step_fn)
 
 
 def check_unbound(step_fn: Any, who: str) -> None:
-    """Refuses a method of a module, whose arrays would be no arguments."""
+    """Refuses a bound method of a module, whose arrays are no arguments."""
     eqx = sys.modules.get("equinox")
     bound = getattr(step_fn, "__wrapped__", step_fn) if eqx and is_filtered(step_fn) else step_fn
     if eqx and isinstance(bound, eqx.Module) and hasattr(bound, "__self__"):
@@ -60,7 +50,6 @@ def check_unbound(step_fn: Any, who: str) -> None:
 
 
 def holds_modules(tree: Any) -> bool:
-    """Whether a tree has Equinox modules."""
     eqx = sys.modules.get("equinox")
     if eqx is None:
         return False
@@ -72,7 +61,7 @@ def holds_modules(tree: Any) -> bool:
 
 
 class Static:
-    """A tree without its arrays: a part of a program's key, as for `eqx.filter_jit`."""
+    """A tree without its arrays, a part of a program's cache key as for `eqx.filter_jit`."""
 
     def __init__(self, tree: Any, leaves: list[Any]):
         self._tree, self._leaves = tree, leaves
@@ -88,16 +77,15 @@ class Static:
         return hash((self._tree, *map(type, self._leaves)))
 
     def whole(self, arrays: Any) -> Any:
-        """The tree with these arrays."""
         left: Iterator[Any] = iter(jax.tree.leaves(arrays))
         leaves = [next(left) if x is _ARRAY else x for x in self._leaves]
         return jax.tree.unflatten(self._tree, leaves)
 
 
 def apart(tree: Any, numbers: bool = False) -> tuple[Any, Static | None]:
-    """A tree of its arrays, None elsewhere, and the rest of it; None if there is none.
+    """Like `eqx.partition`: the tree with None for non-arrays, and those, or None if all leaves are arrays.
 
-    `numbers`: whether Python's numbers are arrays.
+    With `numbers`, Python's numbers count as arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
     kept = [_ARRAY if _is_array(x) or (numbers and isinstance(x, _NUMBERS)) else x for x in leaves]
@@ -113,13 +101,13 @@ def _is_array(x: Any) -> bool:
 
 
 def apart_modules(tree: Any) -> tuple[Any, Static | None]:
-    """The same of a tree with Equinox modules; any other one stays as it is."""
+    """`apart` for a tree with Equinox modules; any other one stays as it is."""
     return apart(tree) if holds_modules(tree) else (tree, None)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Filtered:
-    """What a step returned: its arrays, and what of it is none."""
+    """What a step with modules returned: its arrays, and the rest as static data."""
 
     def __init__(self, arrays: Any, static: Static):
         self.arrays, self.static = arrays, static
@@ -128,7 +116,6 @@ class Filtered:
         return [(Step(""), self.arrays)], self.static
 
     def as_given(self) -> Any:
-        """What the step returned, as it returned it."""
         return self.static.whole(as_given(self.arrays))
 
     @classmethod
@@ -138,5 +125,4 @@ class Filtered:
 
 
 def arrays_of(outs: Any) -> Any:
-    """What a step returned, without what is no array."""
     return outs.arrays if isinstance(outs, Filtered) else outs

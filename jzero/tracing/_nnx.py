@@ -108,7 +108,6 @@ def from_nnx(
 
 
 def _check_given(held: Held) -> None:
-    """Refuses what is given and holds no object."""
     bad = [
         f"{name} is {a_type(value)} without NNX objects"
         for name, value in zip(held.names, held.values, strict=True)
@@ -122,7 +121,6 @@ def _check_given(held: Held) -> None:
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses objects whose mutations a call would lose."""
     bad = [found for name, value in given.items() for found in listed(value, name)]
     if bad:
         names = [name for name, value in given.items() if listed(value, name)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that are no arrays to JAX: what to write instead."""
+"""Arguments that JAX does not accept as arrays, and what the user should write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from jzero._errors import escaped
 
 _CONVERT = "Pass NumPy arrays: "
-# Of packages whose arrays are not JAX's, by the first part of the module of a leaf's class.
+# Other packages' arrays, by the first part of the module of a leaf's class.
 _PACKAGES = {
     "torch": f"{_CONVERT}np.asarray(tensor) or tensor.numpy(), in the DataLoader's collate_fn or before the "
     "call (of one on a GPU tensor.cpu()).",
@@ -50,19 +50,19 @@ _MODULES = (
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether JAX has arrays of a NumPy dtype: not of text, objects, dates or records."""
+    """Whether JAX has arrays of a NumPy dtype, which excludes text, objects, dates and records."""
     return dtype.kind not in "OSUMm" and dtype.names is None
 
 
 def is_of_another_package(leaf: Any) -> bool:
-    """Whether it is an array, but none of NumPy's, of JAX's, or with a way to become one of these."""
+    """Whether it is an array that JAX does not accept."""
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
         return False
     return not (isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__jax_array__"))
 
 
 def edits(leaves: Iterable[Any], in_state: bool) -> str:
-    """What to do about leaves that are no arrays, each kind of them once."""
+    """Advice for leaves that are no arrays, once for each kind."""
     return " ".join(dict.fromkeys(_edit(leaf, in_state) for leaf in leaves))
 
 
@@ -107,7 +107,7 @@ def _kind(leaf: Any) -> str:
 
 
 def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
-    """Says below an error of the step's own what in its arguments (shapes) may be the cause."""
+    """Adds notes to an error of the user's step if numbers or lists among its arguments may be the cause."""
     named, lists = _needed(error), dict[str, int]()
     numbers = [name for name, x in arrays.items()
                if (named is None or name in named) and _may_be_number(x)]  # fmt: skip
@@ -135,7 +135,7 @@ def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
 
 
 def _needed(error: Exception) -> list[str] | None:
-    """The arguments whose values a step needed while it was traced, by JAX's error; None for any."""
+    """The arguments whose values the step needed while it was traced; None if JAX's error names none."""
     if "Non-hashable static arguments" in str(error):
         return None
     found = re.search(r"depends on the values? of the arguments? (.*)\.", str(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NNX objects as arguments of a step: their arrays are the state, and new ones go back into them."""
+"""NNX objects as arguments of a step: their arrays are the state, and are updated in place."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ FROM_NNX, INIT = "from_nnx", "init"
 
 
 def kinds() -> tuple[type, ...]:
-    """What is an NNX object; nothing is while nobody has imported Flax's NNX."""
+    """The classes of NNX objects; none if Flax's NNX is not imported."""
     nnx = sys.modules.get("flax.nnx")
     return () if nnx is None else (nnx.Pytree, nnx.Module, nnx.Variable)
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether a tree has NNX objects; those in an `nnx.State` are values."""
+    """Whether a tree has NNX objects; the variables in an `nnx.State` do not count."""
     return isinstance(tree, kinds()) or any(map(_is_object, jax.tree.leaves(tree, is_leaf=_stops)))
 
 
 def is_state(x: Any) -> bool:
-    """Whether it is the state of objects, in place of these."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.State)
 
@@ -43,12 +42,12 @@ def _is_object(x: Any) -> bool:
 
 
 def _stops(x: Any) -> bool:
-    """At these a tree is not looked into."""
+    """Whether `jax.tree` functions here take `x` for a leaf."""
     return _is_object(x) or is_state(x)
 
 
 def listed(tree: Any, root: str) -> list[str]:
-    """'root['a'] is a Linear' for every NNX object in a tree; those in an `nnx.State` are values."""
+    """`root['a'] is a Linear` for each NNX object in a tree, as for `holds_objects`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stops)
     return [
         f"{root}{jax.tree_util.keystr(path)} is {a_type(leaf)}"
@@ -60,19 +59,17 @@ def listed(tree: Any, root: str) -> list[str]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a step returns an object that it was given: the number of it among such."""
+    """Stands for an object that a step returns: its number among the returned objects."""
 
     number: int
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Mutated:
-    """What a step has made of its objects' state, and what it returned.
+    """The new state of a step's objects, and the step's result.
 
-    Attributes:
-      state: the new state; of an evaluation, the leaves that it has changed, by their numbers.
-      result: what the step returned.
-      graphdef: of the objects and those that were returned, if more than the variables' values has changed.
+    `state` of an evaluation is a dict of the changed leaves by index. `graphdef`, of the objects and the
+    returned ones, is None if only the variables' values have changed.
     """
 
     def __init__(self, state: Any, result: Any, graphdef: Any):
@@ -87,34 +84,27 @@ class Mutated:
         return cls(state, result, graphdef)
 
     def changed(self, leaves: Sequence[Any]) -> Mutated:
-        """With those leaves only that are others than these of the state before."""
+        """Keeps only the leaves that differ from `leaves`, the old state."""
         pairs = zip(leaves, jax.tree.leaves(self.state), strict=True)
         changed = {i: new for i, (old, new) in enumerate(pairs) if new is not old}
         return Mutated(changed, self.result, self.graphdef)
 
 
 class AsPytrees(Exception):
-    """A step returns another object, and leaves those that it was given as they were: they are pytrees."""
+    """Raised if a step returns new objects and changes none: it uses objects as pytrees."""
 
 
 class Graph(NamedTuple):
-    """The NNX objects of a call but for their arrays: of the program's key, as for `nnx.jit`.
+    """The NNX objects of a call without their arrays: a part of the program's cache key, as for `nnx.jit`."""
 
-    Attributes:
-      names: of the arguments that hold them.
-      graphdef: of the tuple of these arguments.
-    """
-
-    names: tuple[str, ...]
-    graphdef: Any
+    names: tuple[str, ...]  # Of the arguments that hold them.
+    graphdef: Any  # Of the tuple of these arguments.
 
     def run(self, state: Any, call: Callable[[tuple[Any, ...]], Any], who: str) -> Mutated:
-        """Calls a step with objects of this state, and takes apart what it has made of them.
+        """Merges the objects with `state`, passes them to `call`, and splits them again.
 
-        `call`: calls the step with the values of those arguments.
-
-        Raises:
-          StepError: it changes what it was not given, adds or removes variables, or makes objects.
+        Raises an error if the step changes objects that it was not given, adds or removes variables, or
+        returns new objects.
         """
         from flax import nnx
         from flax.nnx import graph as graphlib
@@ -158,19 +148,12 @@ class Graph(NamedTuple):
 
 
 def same_leaves(new: Any, old: Any) -> bool:
-    """Whether two trees have the same arrays."""
     leaves, others = jax.tree.leaves(new), jax.tree.leaves(old)
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 class Objects:
-    """The NNX objects that a call was given: their state, and how to bring a new one into them.
-
-    Attributes:
-      graph: them, but for their arrays.
-      values: the arguments that hold them.
-      state: the `nnx.State` of their arrays, as `nnx.state` has it of all these arguments together.
-    """
+    """The NNX objects of a call: the arguments `values` that hold them, their `graph` and `state`."""
 
     def __init__(self, named: Mapping[str, Any]):
         from flax import nnx
@@ -183,16 +166,12 @@ class Objects:
 
     @classmethod
     def of(cls, who: str, named: Mapping[str, Any]) -> Objects:
-        """Those of arguments that hold nothing else.
-
-        Raises:
-          StepError: there is something else beside the objects, or `nnx.cached_partial` calls.
-        """
+        """The objects of arguments, which must hold nothing else, and not be under `nnx.cached_partial`."""
         from flax.nnx import graph as graphlib
 
         context: Any = graphlib.GRAPH_CONTEXT
         if context.tmp_static_cache is not None:
-            # Else Flax raises an error of its own in place of this one.
+            # Otherwise Flax raises its own error instead of this one.
             context.tmp_static_cache = None
             _refuse_cached(who)
         bad = [
@@ -210,7 +189,7 @@ class Objects:
         return cls(named)
 
     def update(self, mutated: Mutated) -> Any:
-        """Brings what a step has made into the objects, and gives what it returned."""
+        """Writes a step's new state into the objects, and returns the step's result."""
         from flax import nnx
         from flax.nnx import graph as graphlib
 
@@ -231,7 +210,6 @@ class Objects:
         )
 
     def set(self, state: Any) -> None:
-        """Gives the variables other values."""
         from flax import nnx
 
         nodes, others = (
@@ -239,18 +217,14 @@ class Objects:
             for tree in (self.state, state)
         )
         if not all(isinstance(node, nnx.Variable) for node in nodes):
-            nnx.update(self.values, state)  # Slower; it also sets arrays that are attributes.
+            nnx.update(self.values, state)  # Slower, but it also sets arrays that are attributes.
             return
         for variable, other in zip(nodes, others, strict=True):
             variable.update_from_state(other)
 
 
 class Contents:
-    """The arrays of a tree and of the NNX objects in it; these stay, and change.
-
-    Attributes:
-      leaves: the arrays, and what else is a leaf.
-    """
+    """The leaves of a tree, and of the NNX objects in it, which are changed in place."""
 
     def __init__(self, tree: Any):
         self._tree = tree
@@ -262,27 +236,26 @@ class Contents:
         )
 
     def mapped(self, fn: Callable[[Any], Any]) -> Any:
-        """The tree with `fn` of each leaf, which the objects hold from now on."""
+        """Maps `fn` over all leaves; the objects hold the new ones."""
         self.map_objects(fn)
         return jax.tree.map(
             lambda x: x if _is_object(x) else jax.tree.map(fn, x), self._tree, is_leaf=_stops
         )
 
     def map_objects(self, fn: Callable[[Any], Any]) -> None:
-        """The same in the objects alone."""
         if self._objects:
             objects = Objects({"": self._objects})
             objects.set(jax.tree.map(fn, objects.state))
 
 
 class Born:
-    """Objects and modules that a function makes under a trace, which gives their arrays only."""
+    """Splits objects and modules that are created under a trace, which can return arrays only."""
 
     def __init__(self) -> None:
         self._whole: Callable[[Any], Any] = lambda state: state
 
     def state(self, made: Any) -> Any:
-        """What the trace returns of what the function has made."""
+        """The arrays of what the function has created."""
         arrays, static = apart_modules(made)
         if static is not None:
             self._whole = static.whole
@@ -295,13 +268,13 @@ class Born:
         return state
 
     def whole(self, state: Any) -> Any:
-        """What the function makes, of what the trace returned."""
+        """The objects and modules with the arrays of `state`."""
         return self._whole(state)
 
 
 @contextlib.contextmanager
 def explained(who: str) -> Iterator[None]:
-    """Says what Flax means by an object of another trace: changed by a step, or by an `init_fn`."""
+    """Explains Flax's `TraceContextError`: a step, or an `init_fn`, changes an object of another trace."""
     if not kinds():
         yield
         return
@@ -324,12 +297,12 @@ def explained(who: str) -> Iterator[None]:
 
 
 def changes_of(names: Sequence[str], before: Any, after: Any) -> list[str]:
-    """What of objects is not their variables' values, and differs: 'model.dropout.deterministic was True'."""
+    """Differences of objects beside their variables' values: 'model.dropout.deterministic was True'."""
     old, new = _structure(names, before), _structure(names, after)
     lines, ends = list[str](), set[str]()
     for path in sorted({*old, *new}):
         if any(path.startswith((f"{end}.", f"{end}[")) for end in ends):
-            continue  # What holds it is named.
+            continue  # Its parent is in the list.
         if (path in old) != (path in new):
             ends.add(path)
         if path not in old:
@@ -358,7 +331,7 @@ def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
 
 
 def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
-    """Refuses changes of NNX objects that are taken as pytrees, beside the state: nobody would see them."""
+    """Refuses changes of NNX objects that are passed as pytrees beside the state, which would be lost."""
     if not kinds() or not any(map(holds_objects, arrays.values())):
         return
     left = iter(leaves)
@@ -375,11 +348,7 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
 
 
 def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -> None:
-    """Refuses state beside the objects, as optimizer state of optax: it would be split as the batch is.
-
-    `outs`: what the step returned, of tracers.
-    `arrays`: its other arguments, by name.
-    """
+    """Refuses state among the other arguments, such as optax's: it would be sharded like the batch."""
     found = find_arguments(outs, arrays).state
     if found:
         given = ", ".join(names)
@@ -398,7 +367,7 @@ def _refuse_cached(who: str) -> None:
 
 
 def check_partial(train_step: Any, who: str) -> None:
-    """Refuses objects that `functools.partial`, `nnx.cached_partial` or a method of a module has bound."""
+    """Refuses objects bound by `functools.partial`, `nnx.cached_partial` or a module's method."""
     code = getattr(train_step, "__code__", None)
     if kinds() and code is not None and code.co_name == "cache_args_wrapper":
         _refuse_cached(who)

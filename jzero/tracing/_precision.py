@@ -182,7 +182,7 @@ def _merge(params: Any, masters: Any) -> Any:
 
 
 def _difference(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """`old + difference` is `new`: both have few bits, so that their difference in `dtype` is exact."""
+    # Both have few bits, so that their difference in `dtype` is exact, and added to `old` gives `new`.
     return new.astype(dtype) - old.astype(dtype)
 
 
@@ -194,7 +194,7 @@ def _check_params(who: str, params: Any) -> None:
 
 
 def _round(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """float32 to the nearest bfloat16 below or above, with the remainder as the chance of above."""
+    """Rounds float32 to the bfloat16 below or above; the chance of above is the remainder."""
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
     rounded = (word + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
     out = jax.lax.bitcast_convert_type(rounded, jnp.float32)
@@ -202,7 +202,7 @@ def _round(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _bits(shape: tuple[int, ...], seed: int, count: jax.Array, leaf: int) -> jax.Array:
-    """Random words, elementwise in the element's index: a device makes those of its shard alone."""
+    """Random words by the element's index, so that a device computes only those of its shard."""
     index = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)

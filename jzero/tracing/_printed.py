@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A jaxpr as text, with the user's line behind each equation and a comment behind each of its arguments.
+"""Prints a jaxpr with the user's line behind each equation, and a note behind each argument and result.
 
-JAX prints it. What jzero knows of lines goes in the place of an equation's name scopes, which JAX prints as a
-comment; JAX's own comment is the innermost line, that of a library's equation a line of the library.
+JAX does the printing. The user's line replaces an equation's name scopes, which JAX prints as a comment (its
+own comment would be the innermost line, which may be a library's).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Jaxpr
 
-_WIDTH = 60  # of an equation, if comments are to stand in one column
-_MOST = 120  # characters of a parameter: of a table, or of what an FFI call is configured with
+_WIDTH = 60  # The column of comments, if equations are no longer.
+_MOST = 120  # Characters of a parameter, such as a table or an FFI call's configuration.
 _TOP = re.compile(r"^\{ lambda (?P<consts>[^;]*); (?P<args>.*?)\. let$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"^(.*?) *# \[(.*)\]$", re.MULTILINE)
 _END = re.compile(r"^  in \((?P<outs>[^()]*)\) \}\Z", re.MULTILINE)
 
 
 class Note(NamedTuple):
-    """What is said of an argument or a result: its name, and its layout on the devices."""
+    """The name of an argument or result, and its layout on the devices."""
 
     name: str
     layout: str = ""
 
 
 def printed(jaxpr: Jaxpr, arguments: Sequence[Note], results: Sequence[Note]) -> str:
-    """The text of a jaxpr, each argument and each result in a line of its own."""
+    """The text of a jaxpr, with a line for each argument and result."""
     noted = _Lines().of(jaxpr)
     text = _jaxpr.text_of(noted, 80)
     if _TOP.search(text) is None:  # All of it is in one line.
@@ -65,10 +65,10 @@ def _table(values: Sequence[str], notes: Sequence[Note]) -> list[str]:
 
 
 class _Lines:
-    """Rewrites jaxprs; JAX prints one that is called twice once, if it says the same of both calls."""
+    """Adds comments to jaxprs. Calls with the same comments share one, so that JAX prints it once."""
 
     def __init__(self) -> None:
-        # By the old one's id, which no other jaxpr gets while the old one is kept.
+        # By the old jaxpr's id; keeping the old one ensures that no other gets its id.
         self._done: dict[tuple[int, str, str], tuple[Jaxpr, Jaxpr]] = {}
 
     def of(self, jaxpr: Jaxpr, around: Eqn | None = None, autodiff: str = "") -> Jaxpr:
@@ -85,13 +85,13 @@ class _Lines:
         notes = [_line(at), autodiff, *_jaxpr.users_scopes(eqn)]
         if not _jaxpr.inner_jaxprs(eqn):
             eqn = eqn.replace(params={name: _short(x) for name, x in eqn.params.items()})
-        elif eqn.primitive.name != "pallas_call":  # JAX prints a kernel by more than its jaxpr.
+        elif eqn.primitive.name != "pallas_call":  # JAX prints more of a kernel than its jaxpr.
             eqn = _jaxpr.with_inner(eqn, lambda inner: self.of(inner, at, autodiff))
         return _jaxpr.with_scope(eqn, ", ".join(filter(None, notes)))
 
 
 def _line(eqn: Eqn) -> str:
-    """`train.py:12 (step_fn), in <the package's file>:42:45 (apply_updates)`: the user's line is first."""
+    """`train.py:12 (step_fn), in <the package's file>:42:45 (apply_updates)`."""
     if not _lines.has_line(eqn):
         return ""
     own, called = (
@@ -104,17 +104,14 @@ def _line(eqn: Eqn) -> str:
     return f"{called.replace(os.getcwd() + os.sep, '')}, in {own}"
 
 
-class _Short:
-    """A parameter whose text is cut."""
-
-    def __init__(self, text: str):
-        self._text = f"{text[: _MOST // 2]} ... {text[-_MOST // 4 :]}"
-
-    def __repr__(self) -> str:
-        return self._text
+class _Short(str):
+    __repr__ = str.__str__  # JAX prints parameters by their repr.
 
 
 def _short(param: Any) -> Any:
-    """A parameter, or a text of it in one line if it is long."""
+    """A parameter, or the beginning and end of its text if that is long."""
     text = str(param)
-    return _Short(" ".join(text.split())) if len(text) > _MOST else param
+    if len(text) <= _MOST:
+        return param
+    line = " ".join(text.split())
+    return _Short(f"{line[: _MOST // 2]} ... {line[-_MOST // 4 :]}")

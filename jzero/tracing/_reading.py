@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments of a step are its state, where the user did not say: the first, or those that come back."""
+"""Finds the arguments of a step that are its state, if not declared: the first, or those returned."""
 
 from __future__ import annotations
 
@@ -27,23 +27,14 @@ _SHOWN = 4  # leaves of an argument that a message names
 
 
 class Unclear(StepError):
-    """It cannot be told by what comes back which arguments are the state.
-
-    Attributes:
-      found: what was found of them.
-      arguments: all that may be state, by name.
-    """
+    """The results of a step do not tell which arguments are its state."""
 
     found: Found
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # All that may be state, by name.
 
 
 class Elsewhere(Exception):
-    """The state is not, or not only, the first argument: the step is to be read once more.
-
-    Attributes:
-      names: the arguments that are.
-    """
+    """The state is in the arguments `names`, not (only) the first one: the step is to be traced again."""
 
     def __init__(self, names: tuple[str, ...]):
         super().__init__(names)
@@ -51,18 +42,15 @@ class Elsewhere(Exception):
 
 
 def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any]) -> None:
-    """Whether a step for which nothing was said is `step(state, *args) -> (state, ...)`, or the state alone.
+    """Checks that a step is `step(state, *args) -> (state, ...)`, or returns the state alone.
 
-    It is, if its first argument comes back so, with two exceptions: optimizer state of optax comes back
-    beside it, or nothing in it is trained and something else is, as in `step(key, params, batch)`.
-
-    `outs`: what it returned, of tracers.
-    `state`: its first argument.
-    `arrays`: the others, by name.
+    It is if its first argument is returned first, with two exceptions: optax's optimizer state is returned
+    beside it, or nothing in it is trained and something else is, as in `step(key, params, batch)`. `outs` are
+    the step's results, `state` is its first argument, `arrays` are the others.
 
     Raises:
-      Elsewhere: it is not, and these arguments are its state.
-      StepError: it cannot be told which arguments are.
+      Elsewhere: other arguments are the state.
+      Unclear: several choices are possible.
     """
     first, arguments = signature.state_names[0], _arguments(signature, state, arrays)
     if _leads(outs, state):
@@ -80,7 +68,7 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
                 raise Elsewhere(found.state)
         return
     if isinstance(outs, tuple | list) and outs and _leads_changed(outs[0], state):
-        return  # Which is refused, by its leaves' names.
+        return  # It is refused later, with the names of the changed leaves.
     found = find_arguments(outs, arguments)
     there = [Like(arguments[name]) for names in found for name in names]
     changed = [
@@ -88,7 +76,8 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
         if holds_optimizer_state(tree) and changes(outs, name, tree, there)
     ]  # fmt: skip
     if len(found.unclear) == 1 and not found.state and not found.alike:
-        # Beside what may all be a batch it is the state; beside parameters a prediction is like its batch.
+        # It is the state if all others may be a batch; beside parameters it may be a batch like its
+        # prediction.
         beside = [tree for name, tree in arguments.items() if name not in found.unclear]
         found = Found(found.unclear if all(map(may_be_batch, beside)) else ())
     if found.unclear or found.alike:
@@ -100,11 +89,7 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
 def read_updated(
     signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any], updated: Collection[str]
 ) -> None:
-    """The same where the step is known to update arguments beside the first one.
-
-    Raises:
-      Elsewhere, StepError: as `read` does.
-    """
+    """Like `read`, for a step that is known to update the arguments `updated` beside the first one."""
     first, arguments = signature.state_names[0], _arguments(signature, state, arrays)
     found = find_arguments(outs, arguments, first)
     unclear = tuple([name for name in (*found.unclear, *found.alike) if name in updated])
@@ -114,15 +99,7 @@ def read_updated(
 
 
 def read_trained(signature: Signature, trained: Any, state: Any, arrays: Mapping[str, Any]) -> None:
-    """Whether an evaluation for which nothing was said takes the state of a training, or a part of it, first.
-
-    `trained`: the training's state, of shapes.
-    `state`: its first argument.
-    `arrays`: the others, by name.
-
-    Raises:
-      Elsewhere: it takes it in these arguments.
-    """
+    """Like `read`, for an evaluation, whose state is like `trained`, a training's state, or a part of it."""
     found = [
         name for name, tree in _arguments(signature, state, arrays).items()
         if not jax.tree_util.all_leaves([tree]) and holds_floats(tree) and [*results_like(trained, tree)]
@@ -132,11 +109,7 @@ def read_trained(signature: Signature, trained: Any, state: Any, arrays: Mapping
 
 
 def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> None:
-    """Refuses a step of which some arguments that come back may be its state, or a batch.
-
-    Raises:
-      Unclear: in any case.
-    """
+    """Raises `Unclear` for a step whose returned arguments may be its state, or a batch."""
     lines = [
         f"{name} comes back, {_form(tree)}"
         + ", and may be a batch" * (name in found.unclear)
@@ -160,11 +133,7 @@ def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> 
 
 
 def refuse_anew(signature: Signature, names: Sequence[str]) -> None:
-    """Refuses a step whose state was found, and that computes these arguments of it without adding to them.
-
-    Raises:
-      StepError: in any case.
-    """
+    """Refuses a step whose new values of `names`, found to be state, are computed without the old ones."""
     raise StepError(message(
         _call.WHO,
         [f"what comes back like {name} is computed without adding to it, as gradients are" for name in names],
@@ -174,7 +143,7 @@ def refuse_anew(signature: Signature, names: Sequence[str]) -> None:
 
 
 def leads(signature: Signature, outs: Any, state: Any, arrays: Collection[str]) -> bool:
-    """Whether the step's first argument is of its state, and comes back first."""
+    """Whether the step's first argument is in its state, and is returned first."""
     names, (_, first) = signature.state_names, parts(state)[0]
     return signature.in_order([*names, *arrays])[0] == names[0] and _leads(outs, first)
 
@@ -192,7 +161,7 @@ def _form(tree: Any) -> str:
 
 
 def _arguments(signature: Signature, state: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """All that may be state, in the order of the parameters; of what `in_specs` names the user has said."""
+    """All arguments that may be state, in the order of the parameters. Those in `in_specs` are batch."""
     named = {signature.state_names[0]: state, **arrays}
     return {name: named[name] for name in signature.in_order(named) if name not in signature.specs}
 
@@ -203,7 +172,7 @@ def _leads(outs: Any, state: Any) -> bool:
 
 
 def _leads_changed(x: Any, state: Any) -> bool:
-    """Whether what comes first is the first argument in other dtypes, or plainly so in other shapes."""
+    """Whether `x` is `state` in other dtypes, or in other shapes while it cannot be a batch."""
     if not Like(state).in_structure(x):
         return False
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(x), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step returns its state, found out: each argument of it by its structure, shapes and dtypes."""
+"""Finds a step's state in its results, by the structure, shapes and dtypes of its arguments."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ WHO = _call.WHO
 
 @jax.tree_util.register_pytree_with_keys_class
 class Returned:
-    """What a step returned, as a pytree whose first leaves are the new state's.
+    """A step's results, as a pytree whose first leaves are the new state's.
 
-    Attributes:
-      nodes: the arguments of the state that have leaves, then whatever else was returned.
-      places: for each node, where it stands among those of `tree`.
-      tree: the structure of what the step returned, in which each of the nodes is a leaf.
+    `nodes` are the new values of the state's arguments that have leaves, then all other results. `places` are
+    their positions among the leaves of `tree`, the structure of the results.
     """
 
     def __init__(self, nodes: Sequence[Any], places: tuple[int, ...], tree: Any):
         self.nodes, self.places, self.tree = nodes, places, tree
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], tuple[Any, ...]]:
-        """With the paths that the nodes have in what the step returned."""
         paths = _call.structure_paths(self.tree, "")
         keyed = [(Step(paths[i]), node) for i, node in zip(self.places, self.nodes, strict=True)]
         return keyed, (self.places, self.tree)
@@ -41,14 +38,14 @@ class Returned:
         return cls(list(nodes), *aux)
 
     def as_given(self) -> Any:
-        """What the step returned, as it returned it."""
+        """The results in the structure in which the step returned them."""
         outs = list(self.nodes)
         for i, node in zip(self.places, self.nodes, strict=True):
             outs[i] = node
         return jax.tree.unflatten(self.tree, outs)
 
     def apart(self, state: Any) -> tuple[Any, Any]:
-        """The new state, in the form of `state`, and what the step returned with None in its places."""
+        """The new state, in the form of `state`, and the results with None in its places."""
         nodes = iter(self.nodes)
         new = tuple([next(nodes) if jax.tree.leaves(value) else value for _, value in parts(state)])
         others = list(nodes)
@@ -58,12 +55,11 @@ class Returned:
 
 
 def as_given(outs: Any) -> Any:
-    """What a step returned, in its structure."""
     return outs.as_given() if isinstance(outs, Returned) else outs
 
 
 def new_state(outs: Any, state: Any) -> Any:
-    """The new state in what a step returned: alone or first; None if it is not there."""
+    """The new state among a step's results: alone or first; None if it is not there."""
     if isinstance(outs, Returned):
         return outs.apart(state)[0]
     tree: Any = jax.tree.structure(state)
@@ -72,18 +68,16 @@ def new_state(outs: Any, state: Any) -> Any:
 
 
 def find_state(outs: Any, state: Any) -> Returned:
-    """What a step returned, its state first.
+    """Finds the state among a step's results.
 
-    The new value of an argument is the result with its structure, shapes and dtypes, wherever it stands. Of
-    several that are alike, as parameters and their average, the first is the first. If there are more of
-    them than such arguments, as with gradients, the state must lead, in the order of its arguments. Which
-    one is taken decides how a value is stored, and not what is computed.
-
-    `outs`: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
+    The new value of an argument is the result with its structure, shapes and dtypes, wherever it is. If
+    several arguments are alike, such as parameters and their average, they are returned in the same order. If
+    there are more such results than arguments, such as gradients, the state must lead, in the order of its
+    arguments. The choice decides how values are stored, not what is computed.
 
     Raises:
-      StateError: an argument came back with another shape or dtype.
-      StepError: one did not come back, or it cannot be told where.
+      StateError: an argument was returned with another shape or dtype.
+      StepError: one was not returned, or its place is not clear.
     """
     try:
         return _find_state(outs, state, promotes=False)
@@ -126,30 +120,22 @@ def _find_state(outs: Any, state: Any, promotes: bool) -> Returned:
 
 
 class Found(NamedTuple):
-    """Which arguments of a step come back with their structure, shapes and dtypes.
+    """The arguments of a step that are returned with their structure, shapes and dtypes."""
 
-    Attributes:
-      state: those that are state beyond doubt.
-      unclear: those that may be it, or a batch that a result is like (a reconstruction, a hidden state).
-      alike: those that fewer results are like than there are of them.
-    """
-
-    state: tuple[str, ...]
-    unclear: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
+    state: tuple[str, ...]  # State beyond doubt.
+    unclear: tuple[
+        str, ...
+    ] = ()  # State, or a batch like a result (a reconstruction, a hidden state).
+    alike: tuple[str, ...] = ()  # Arguments like each other, more than there are results like them.
 
 
 def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = None) -> Found:
-    """Which arguments are state, by what the step returns.
+    """Finds the arguments that are state, by the step's results.
 
-    A coincidence must not make state of a batch: scalars and keys are never state, since any loss is like a
-    scalar; nor, beyond doubt, is a bare array, or a tree whose arrays all have the batch's leading dim. Of
-    several arguments that are alike as many must come back.
-
-    Args:
-      outs: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
-      arguments: those that are not static, by name, in the order of the step's parameters.
-      first: the one that is state whatever it holds, as the step takes it first and returns it first.
+    A coincidence must not make a batch the state: scalars and keys are never state, because any loss is a
+    scalar; a bare array, and a tree whose arrays all have the batch's leading dim, are not state beyond
+    doubt. As many results as arguments must be alike. `first` is state whatever it holds: the step takes and
+    returns it first.
     """
     likes = {
         name: Like(tree)
@@ -183,10 +169,9 @@ def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = 
 
 
 def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, ...]]) -> bool:
-    """Whether an argument that comes back is state beyond doubt.
+    """Whether a returned argument is state beyond doubt.
 
-    `rows`: leading dims of those that do not come back, and may be the batch.
-    `moments`: shapes of optimizer states that come back.
+    `rows` are leading dims of arguments that may be the batch, `moments` shapes of returned optimizer states.
     """
     if _optimizer_states(tree):
         return True
@@ -198,10 +183,10 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
 
 
 def of_batch(found: Found, arguments: Mapping[str, Any]) -> list[str]:
-    """Which arguments that come back, and may be a batch, are one beside what is state beyond doubt.
+    """The returned arguments that are a batch, given that others are state beyond doubt.
 
-    They have as many rows as the arguments that do not come back, and no shapes of the state, as a moment
-    has. The whole batch's step computes the same of an argument that is split and of one that is not.
+    They have as many rows as the arguments that are not returned, and other shapes than the state. A mistake
+    costs no correctness: a step of the whole batch computes the same whether an argument is split or not.
     """
     if not found.state:
         return []
@@ -220,12 +205,12 @@ def of_batch(found: Found, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def may_be_batch(tree: Any) -> bool:
-    """Whether all arrays of a tree have one leading dim."""
+    """Whether all arrays of a tree have the same leading dim, and none is optax's."""
     return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
 
 
 def _arrays(tree: Any) -> list[Any]:
-    """Leaves that are neither scalars nor keys."""
+    """The leaves that are neither scalars nor keys."""
     leaves = jax.tree.leaves(tree)
     return [x for x in leaves if getattr(x, "shape", ()) and not _call.is_key(x.dtype, x.shape)]
 
@@ -235,12 +220,11 @@ def _is_float(x: Any) -> bool:
 
 
 def holds_floats(tree: Any) -> bool:
-    """Whether a tree has arrays of floats that could be split, as what is trained has."""
     return any(map(_is_float, _arrays(tree)))
 
 
 def holds_optimizer_state(tree: Any) -> bool:
-    """Whether a tree has nodes of optax's own types, and arrays that could be split."""
+    """Whether a tree has nodes of optax's own types with arrays in them."""
     return any(map(_arrays, _optimizer_states(tree)))
 
 
@@ -252,10 +236,7 @@ def _optimizer_states(tree: Any) -> list[Any]:
 
 
 def results_like(outs: Any, tree: Any, *others: Any) -> Iterator[tuple[int, Any]]:
-    """What a step returned that is like an argument, with the number of its first leaf.
-
-    Not what is a part of a result that is like another one of `others`.
-    """
+    """`(index of first leaf, result)` for each result like `tree`, except within results like `others`."""
     at, likes = 0, [*map(Like, (tree, *others))]
     for node in jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes)):
         if likes[0](node):
@@ -264,18 +245,18 @@ def results_like(outs: Any, tree: Any, *others: Any) -> Iterator[tuple[int, Any]
 
 
 def _same(candidates: Sequence[list[int]], i: int, j: int) -> bool:
-    """Whether two arguments of the state are alike: then the same results are."""
+    """Whether two arguments of the state are alike: then they have the same candidates."""
     return i == j or (bool(candidates[i]) and candidates[i] == candidates[j])
 
 
 class Like:
-    """Whether a tree has the structure of another one, and its leaves their shapes and dtypes.
+    """Compares trees with `value`: their structure, and their leaves' shapes and dtypes.
 
-    It is asked of every node of what a step returned: what the other one is, is found out once.
+    With `promotes`, a weakly typed leaf of `value` may have been promoted.
     """
 
     def __init__(self, value: Any, promotes: bool = False):
-        """With `promotes`, a weakly typed leaf may have any dtype that it gives way to."""
+        # Once: every node of a step's results is compared.
         self._promotes = promotes
         self._leaves: list[Any] = jax.tree.leaves(value)
         self._tree: Any = jax.tree.structure(value)
@@ -285,12 +266,11 @@ class Like:
         return self.in_structure(x) and all(map(is_one, jax.tree.leaves(x), self._leaves))
 
     def in_structure(self, x: Any) -> bool:
-        """Whether it has the structure."""
         return bool(jax.tree.structure(x) == self._tree)
 
 
 def is_same_static(x: Any, y: Any) -> bool:
-    """Whether two leaves that are no arrays are one, to a program that was compiled for one of them."""
+    """Whether a program compiled for one of two non-array leaves is right for the other."""
     return x is y or (type(x) is type(y) and bool(x == y))
 
 
@@ -307,7 +287,7 @@ def _one_type(x: Any, y: Any) -> bool:
 
 
 def _gives_way(x: Any, y: Any) -> bool:
-    """Whether `x` has the type of `y`, or one to which a weakly typed `y` is promoted beside it."""
+    """Whether `x` has the type of `y`, or one to which a weakly typed `y` is promoted."""
     if _one_type(x, y) or not (hasattr(x, "dtype") and _call.abstract_leaf(y).weak_type):
         return _one_type(x, y)
     return bool(x.shape == y.shape and jnp.result_type(x, y) == x.dtype)
@@ -333,9 +313,9 @@ def _refuse_missing(
 
 
 def changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
-    """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
+    """A line for each leaf returned with another shape or dtype, if one result has the argument's structure.
 
-    Moments have that of the parameters: what is in arguments that came back (`there`) is none.
+    Results that are like one of `there` are none: moments have the structure of the parameters.
     """
     fits = Like(value).in_structure
     if fits(0):  # One array: any result has its structure.

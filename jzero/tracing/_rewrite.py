@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jaxprs made of jaxprs: calls replaced by their equations, parts cut out, the body of a `shard_map`."""
+"""Rewrites jaxprs: inlines calls, cuts parts out, drops equations, takes the body of a `shard_map`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jzero.tracing._jaxpr import Atom, Eqn, Jaxpr, Var
 
 
 class Flat(NamedTuple):
-    """What is read of a jaxpr, for one put together from several."""
+    """A jaxpr of jzero's own, put together from others: what `_types.Jaxpr` asks for, and no more."""
 
     constvars: list[Var]
     invars: list[Var]
@@ -30,8 +30,8 @@ def flatten_calls(
 ) -> tuple[Flat, list[Any]]:
     """The jaxpr with every call (`jit`, custom derivatives) replaced by the equations inside it.
 
-    `jax.checkpoint` bodies of a backward pass stay, but for those that are `opened`, and loops. The equations
-    keep their name scopes.
+    Loops stay, and `jax.checkpoint` bodies of a backward pass that are not `opened`. Equations keep their
+    scopes.
     """
     constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
 
@@ -50,7 +50,7 @@ def flatten_calls(
             if call is None and (call := _jaxpr.branch_of_steps(eqn)) is not None:
                 args = args[1:]
             if call is None:
-                # A jaxpr that is called twice has the same variables twice: each call gets its own.
+                # Fresh variables, because a jaxpr may be called twice.
                 fresh = [_jaxpr.new_var(var) for var in eqn.outvars]
                 eqns.append(new.replace(outvars=fresh))
                 env |= zip(eqn.outvars, fresh, strict=True)
@@ -70,9 +70,9 @@ def flatten_calls(
 def select_branches(
     jaxpr: Flat, consts: Sequence[Any], cheap: Callable[[Eqn], bool]
 ) -> tuple[Flat, list[Any]]:
-    """The jaxpr with both branches of a `cond` in its place, and a selection of what they return.
+    """The jaxpr with `cond`s of two branches replaced by both branches and `select_n`s of their results.
 
-    Only where all equations of both branches are `cheap`, and do no more than compute.
+    Only if all equations of both branches are `cheap` and without side effects.
     """
     constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
     for eqn in jaxpr.eqns:
@@ -101,7 +101,7 @@ def _renamed(atoms: Sequence[Atom], env: Mapping[Var, Atom]) -> list[Atom]:
 
 
 class Excerpt(NamedTuple):
-    """A function cut out of a jaxpr, and the variables that are its arguments."""
+    """A function cut out of a jaxpr; `reads` are the variables that are its arguments."""
 
     reads: list[Var]
     run: Callable[..., list[Any]]
@@ -110,10 +110,7 @@ class Excerpt(NamedTuple):
 def excerpt(
     jaxpr: Jaxpr, wanted: Sequence[Atom], given: Sequence[Var] = (), effects: bool = True
 ) -> Excerpt:
-    """The part of `jaxpr` that computes `wanted` when `given`, any of its variables, are known.
-
-    With `effects` it has every equation that does more than compute.
-    """
+    """The part of `jaxpr` that computes `wanted` from `given`, any of its variables; see `behind`."""
     eqns, needed = behind(jaxpr.eqns, wanted, given, effects)
     reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
     whole = _jaxpr.replaced(jaxpr, constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
@@ -121,7 +118,7 @@ def excerpt(
 
 
 def boxed(eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Var]) -> Eqn:
-    """One call in the place of some equations."""
+    """One call in the place of equations that read `reads` and compute `gives`."""
     new = {var: _jaxpr.new_var(var) for var in [*reads, *(x for eqn in eqns for x in eqn.outvars)]}
     body = [
         eqn.replace(invars=_renamed(eqn.invars, new), outvars=[new[x] for x in eqn.outvars])
@@ -134,7 +131,7 @@ def boxed(eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Var]) -> Eq
             effects=_jaxpr.effects_of(body), debug_info=inner.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
         )  # fmt: skip
 
-    # A call of as many values, whose body then is another: its parameters say nothing of their types.
+    # A call with as many operands and results, whose body is replaced: its parameters have no types.
     run = jax.jit(lambda *_: [jnp.zeros(()) for _ in gives])
     (call,) = _jaxpr.trace_here(run, *(0.0 for _ in reads)).jaxpr.eqns
     call = _jaxpr.with_inner(call, within)
@@ -147,9 +144,10 @@ def boxed(eqns: Sequence[Eqn], reads: Sequence[Var], gives: Sequence[Var]) -> Eq
 def without_unread(
     eqns: Sequence[Eqn], wanted: Sequence[Atom], costs: Callable[[Eqn], bool]
 ) -> list[Eqn]:
-    """The equations without those that `costs` says and that neither `wanted` nor an effect needs.
+    """Drops the equations with `costs` that neither `wanted` nor an effect needs, and what reads them.
 
-    What else nobody needs stays: that a loss reads a parameter says what it is, though nobody reads the loss.
+    Other unneeded equations stay: that a loss reads a parameter tells its role, even if nobody reads the
+    loss.
     """
     live = set(map(id, behind(eqns, wanted)[0]))
     gone: set[Atom] = set()
@@ -164,7 +162,7 @@ def without_unread(
 
 
 def without(jaxpr: Flat, instead: Callable[[Eqn], Sequence[Atom] | None]) -> Flat:
-    """The jaxpr without the equations for whose results `instead` has other values; None keeps one."""
+    """Drops the equations for whose results `instead` returns other atoms; None keeps an equation."""
     new, eqns = dict[Var, Atom](), list[Eqn]()
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=_renamed(eqn.invars, new))
@@ -177,7 +175,7 @@ def without(jaxpr: Flat, instead: Callable[[Eqn], Sequence[Atom] | None]) -> Fla
 
 
 def without_repeats(jaxpr: Flat, may: Callable[[Eqn], bool]) -> Flat:
-    """The jaxpr with one equation in the place of equal ones, where these `may`: they only compute."""
+    """Drops repeated equations, if they `may` be dropped."""
     seen = dict[Any, list[Var]]()
 
     def first(eqn: Eqn) -> list[Var] | None:
@@ -189,7 +187,7 @@ def without_repeats(jaxpr: Flat, may: Callable[[Eqn], bool]) -> Flat:
 
 
 def _what_it_computes(eqn: Eqn) -> Any:
-    """Equal for equations that compute the same of the same; None if nobody can tell."""
+    """A key that is equal for equations that compute the same; None if a parameter cannot be hashed."""
     ins = [
         (np.asarray(a.val).tobytes(), a.aval.dtype, a.aval.shape) if _jaxpr.is_literal(a) else a
         for a in eqn.invars
@@ -205,10 +203,9 @@ def _what_it_computes(eqn: Eqn) -> Any:
 def behind(
     eqns: Sequence[Eqn], wanted: Sequence[Atom], known: Collection[Var] = (), effects: bool = True
 ) -> tuple[list[Eqn], set[Var]]:
-    """The equations that compute `wanted`, in order, and every variable that is read on the way.
+    """The equations that compute `wanted` from `known`, in order, and all variables that they read.
 
-    `known`: variables that need not be computed.
-    `effects`: whether equations stay that do more than compute.
+    With `effects`, all equations with side effects are among them.
     """
     needed, found = {atom for atom in wanted if not _jaxpr.is_literal(atom)}, []
     for eqn in reversed(eqns):
@@ -221,36 +218,30 @@ def behind(
 
 
 class DeviceBody(NamedTuple):
-    """What a `jax.shard_map`ped function does on one device.
+    """The body of a `jax.shard_map`ped function, with device indices as further inputs."""
 
-    Attributes:
-      jaxpr: its equations; `axis_index` is not among them, but inside loops and branches.
-      used: the arguments that something reads, by index.
-      axes: mesh axes whose index it asks, once for each time it does.
-      constants: arrays that are in none of its arguments, and in no text.
-      consts: those of the jaxpr's own `constvars`.
-      inputs: for each of its inputs but indices, the argument that it is, by index, or its value in a tuple.
-      run: `(arguments, indices) -> results`; an argument that is not used may be None.
-    """
-
-    jaxpr: Jaxpr
-    used: set[int]
-    axes: list[str]
-    constants: list[Any]
-    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    consts: list[Any]
-    inputs: list[int | tuple[Any]]
+    jaxpr: Jaxpr  # `axis_index` is left only inside loops and branches.
+    used: set[int]  # Indices of the function's arguments that something reads.
+    axes: list[str]  # The mesh axes of the index inputs, which follow the others.
+    constants: list[Any]  # All arrays that are neither arguments nor in the jaxpr's text.
+    run: Callable[
+        [Sequence[Any], Sequence[Any]], list[Any]
+    ]  # (arguments, indices); unused ones may be None
+    consts: list[Any]  # Of the jaxpr's `constvars`.
+    inputs: list[
+        int | tuple[Any]
+    ]  # For each other input the argument's index, or its value in a tuple.
 
 
 def whole_text(jaxpr: Any) -> str | None:
-    """The text of a jaxpr, equal for jaxprs that compute the same; None if it does not say all."""
+    """The text of a jaxpr as a cache key; None if it has constants, whose values the text lacks."""
     text = str(jaxpr)
-    # All is in it but for constants, which stand before a semicolon.
+    # Constants are printed before a semicolon.
     return None if re.search(r"lambda\s+[^;\s]", text) else text
 
 
 def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> DeviceBody:
-    """The body of the one `jax.shard_map` that `fn` is."""
+    """The body of `fn`, which consists of one `jax.shard_map`."""
     closed = jax.make_jaxpr(fn)(*args)
     outer, outer_consts = _jaxpr.open_jaxpr(closed)
     (eqn,) = outer.eqns
@@ -265,7 +256,7 @@ def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> DeviceBody:
         eqns=[e for e in eqns if e not in asked],
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
-    # Constants may have become arguments.
+    # Constants may have become operands of the `shard_map`.
     known = dict(zip(outer.constvars, outer_consts, strict=True))
     places = {var: i for i, var in enumerate(outer.invars)}
     pairs = zip(eqn.invars, flat.invars, strict=True)

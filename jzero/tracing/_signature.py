@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step is called: its arguments bound to names, the state and static ones told from the others."""
+"""How a step is called: binds arguments to names, and separates state, arrays and static arguments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,16 +22,15 @@ from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
-# Among static arguments: no parameter is called so.
-_OBJECTS, _MODULES = "NNX objects", "Equinox modules"
+_OBJECTS, _MODULES = "NNX objects", "Equinox modules"  # Keys among static arguments.
 MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call(NamedTuple):
-    """One call, taken apart: the state, the other array arguments by name, and what is static.
+    """One call, taken apart: the state, the other array arguments by name, and static ones.
 
-    A state of several arguments is a `StateArguments`. That of NNX objects is their `nnx.State`, and what
-    else they are is static.
+    A state of several arguments is a `StateArguments`. The state of NNX objects is their `nnx.State`, and
+    their graph is static.
     """
 
     state: Any
@@ -39,59 +39,46 @@ class Call(NamedTuple):
     objects: _objects.Objects | None = None
 
     def given(self, outs: Any) -> Any:
-        """What the user gets of what a step returned: its objects have been changed then."""
+        """The step's results as the user gets them; updates the NNX objects."""
         if self.objects is not None:
             return self.objects.update(outs)
         return as_given(self.result(outs))
 
     def result(self, outs: Any) -> Any:
-        """The same of a function that was called as the step is; no object changes."""
+        """The results of a function that was called like the step, without changes of objects."""
         if isinstance(outs, _objects.Mutated):
             return outs.result
         return outs.as_given() if isinstance(outs, _modules.Filtered) else outs
 
     @property
     def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
-        """What is static, with types: 1, True and 1.0 are equal, and may be other steps."""
+        """Static arguments with their types: 1, True and 1.0 are equal, but may give different programs."""
         return tuple([(name, type(value), value) for name, value in self.static])
 
 
-# Where among the values of a call are the state, the other arrays by name, and the static ones by name.
+# `(name, index among the values of a call)` for the state, other arrays, and static arguments.
 _Binding = tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[str, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The parameters of `step_fn`, and which of them are the state.
-
-    Attributes:
-      parameters: `inspect`'s signature of the step.
-      state_names: names of the state's parameters, in their order.
-      declared: whether the user named them or the returned values showed them; else it is the first argument.
-      static_names: parameters whose values are compiled into the step.
-      specs: PartitionSpec (or tree prefix of them) by parameter name.
-      takes_objects: whether the state is that of NNX objects.
-      filters: whether the step was made by `eqx.filter_jit`.
-      found: whether what the step returns showed which they are.
-      settled: whether a program has been built that takes its first argument alone for its state.
-      name: the step's.
-    """
+    """The parameters of `step_fn`, and which of them are the state."""
 
     parameters: inspect.Signature
     state_names: tuple[str, ...]
-    declared: bool
+    declared: bool  # The user or the results named the state; else it is the first argument.
     static_names: frozenset[str]
-    specs: Mapping[str, Any]
-    takes_objects: bool = False
-    filters: bool = False
-    found: bool = False
-    settled: bool = False
+    specs: Mapping[str, Any]  # PartitionSpecs, or tree prefixes of them, by parameter name.
+    takes_objects: bool = False  # The state is that of NNX objects.
+    filters: bool = False  # `eqx.filter_jit` made the step.
+    found: bool = False  # The results showed the state.
+    settled: bool = False  # A program was built with the first argument alone as the state.
     name: str = "step_fn"
-    # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
+    # By the number of positional arguments and the keywords: `inspect` is slow, and each step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
     )
-    # Which values of such a call hold NNX objects, and Equinox modules; or did at the first one.
+    # Which values of such a call held NNX objects, and Equinox modules, at the first call.
     _holders: dict[tuple[Any, ...], set[int]] = dataclasses.field(
         default_factory=dict, compare=False
     )
@@ -101,7 +88,6 @@ class Signature:
 
     @property
     def takes_state_alone(self) -> bool:
-        """Whether the step has no other parameters."""
         return self.parameters.parameters.keys() <= set(self.state_names)
 
     @classmethod
@@ -110,7 +96,6 @@ class Signature:
         static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
         state: str | int | Sequence[str | int] | None = None,
     ) -> Signature:  # fmt: skip
-        """Reads the signature and resolves positions and names; unknown ones are errors."""
         _objects.check_partial(step_fn, WHO)
         try:
             signature = inspect.signature(step_fn)
@@ -157,7 +142,7 @@ class Signature:
             )
             for name in chosen("static_argnums", numbers) | chosen("static_argnames", strings)
         )
-        # The first that is not static, as `self` of a method may be, nor bound by a `functools.partial`.
+        # The state is the first argument that is not static (like `self`), nor bound by `functools.partial`.
         bound = {
             p.name
             for p in signature.parameters.values()
@@ -191,7 +176,7 @@ class Signature:
         )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
+        """Takes a call apart; its positional and keyword spellings give the same `Call`."""
         form = len(args), *kwargs
         if form not in self._bindings:
             self._bindings[form] = self._binding(len(args), list(kwargs))
@@ -203,7 +188,7 @@ class Signature:
             beside = {name: given[i] for name, i in sorted([*state, *arrays]) if name not in held}
             objects = _objects.Objects.of(WHO, held)
             return Call(objects.state, beside, (*compiled, (_OBJECTS, objects.graph)), objects)
-        if _modules.is_imported():
+        if "equinox" in sys.modules:
             rest, given = self._apart(form, given, [*state, *arrays])
             compiled = (*compiled, (_MODULES, rest)) if rest else compiled
         return Call(self._state(state, given), {name: given[i] for name, i in arrays}, compiled)
@@ -213,8 +198,8 @@ class Signature:
     ) -> dict[str, Any]:
         """The arguments of a call that hold NNX objects, in the order of the parameters.
 
-        Containers are looked into at the first call only: every node of a state takes time. One that holds
-        objects later is no worse off than where `state=` says that objects are pytrees.
+        Containers are searched at the first call only, because each node takes time. Objects that one holds
+        later are treated as pytrees, as if `state=` were given.
         """
         state = next((given[i] for name, i in numbers if name in self.state_names), None)
         if self.declared or _objects.is_state(state):
@@ -237,7 +222,7 @@ class Signature:
     def _apart(
         self, form: tuple[Any, ...], given: list[Any], numbers: Sequence[tuple[str, int]]
     ) -> tuple[tuple[tuple[str, _modules.Static], ...], list[Any]]:
-        """What of a call with Equinox modules is no array, by argument, and the call without it."""
+        """The non-arrays of a call with Equinox modules by argument, and the values without them."""
         if form not in self._with_modules:
             found = {i for _, i in numbers if _modules.holds_modules(given[i])}
             self._with_modules[form] = found
@@ -250,7 +235,6 @@ class Signature:
         return tuple(rest), arrays
 
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
-        """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
         try:
             bound = self.parameters.bind(*range(num_args), **numbers)
@@ -263,7 +247,7 @@ class Signature:
         return state, sorted(arrays), static  # as JAX sorts dicts
 
     def _refused(self, keywords: Sequence[str], error: TypeError) -> StepError:
-        """What is said of a call that does not fit the parameters."""
+        """The error for a call that does not fit the parameters."""
         parameters = list(self.parameters.parameters.values())
         bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
         takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -277,23 +261,18 @@ class Signature:
             f"Call it with ({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
-        """The state; of what is not given the default applies."""
         if len(self.state_names) == 1 and numbers:
             return given[numbers[0][1]]
         names, values = tuple([name for name, _ in numbers]), [given[i] for _, i in numbers]
         return StateArguments(names, tuple(values))
 
     def is_state(self, state: Any) -> bool:
-        """Whether it is the tuple of the state's arguments, if these are several."""
+        """Whether it may be the state: the tuple of its arguments, if these are several."""
         num = len(self.state_names)
         return num == 1 or (isinstance(state, tuple | list) and len(state) == num)
 
     def named(self, state: Any, who: str) -> Any:
-        """A state as a user has it, the tuple of its arguments if these are several, with their names.
-
-        Raises:
-          StateError: it is no tuple of so many.
-        """
+        """The user's state; if it has several arguments, their tuple becomes a `StateArguments`."""
         if len(self.state_names) == 1:
             return state
         if not self.is_state(state):
@@ -307,7 +286,7 @@ class Signature:
     def places(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, ...]]:
-        """Which arguments a state could be, the first one first; those of a tuple several."""
+        """Names of the arguments that `state` could be, the first one first; several for a tuple."""
         taken = self.static_names | kwargs.keys()
         by_name = [
             p.name
@@ -319,7 +298,7 @@ class Signature:
         for num, k in [(n, k) for n in sizes for k in range(min(n, len(by_name)) + 1)]:
             num_args = len(args) + num - k
             for named in itertools.combinations(by_name, k):
-                with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
+                with contextlib.suppress(TypeError):  # Too many arguments, or too few.
                     bound = self.parameters.bind(*range(num_args), **kwargs, **dict.fromkeys(named))
                     names = [*flat_arguments(bound)][:num_args]
                     free = [name for name in names if name not in self.static_names]
@@ -328,7 +307,7 @@ class Signature:
     def with_state(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call, of a state and the arguments beside it in their order."""
+        """The arguments of a call with this state and the other arguments."""
         waiting = dict(zip(self.state_names, [value for _, value in parts(state)], strict=True))
         at = {_place(self.parameters, name): name for name in waiting}
         placed, others = list[Any](), list(args)
@@ -338,7 +317,7 @@ class Signature:
         return placed, {**waiting, **kwargs}
 
     def argnums(self, names: Sequence[str]) -> str:
-        """How a user says that these arguments are the state."""
+        """The option by which a user declares these arguments as the state: `state=(0, 1)`."""
         places = [_place(self.parameters, name) for name in names]
         if math.inf in places:
             return f"state={repr(names[0]) if len(names) == 1 else tuple(names)}"
@@ -346,11 +325,10 @@ class Signature:
         return f"state={numbers[0] if len(numbers) == 1 else tuple(numbers)}"
 
     def in_order(self, names: Collection[str]) -> tuple[str, ...]:
-        """Arguments in the order of the parameters."""
         return _in_order(self.parameters, names)
 
     def of_state(self, names: Collection[str]) -> Signature:
-        """The same step, of which these arguments were found to be the state; the second time for good."""
+        """The signature with these arguments as the state; if found a second time, for good."""
         state, found = self.in_order(names), not self.found
         return dataclasses.replace(
             self, state_names=state, declared=True, found=found, _bindings={}
@@ -358,11 +336,11 @@ class Signature:
 
     @property
     def may_change(self) -> bool:
-        """Whether what the step computes may still say that other arguments are the state."""
+        """Whether the step's results may still show that other arguments are the state."""
         return (self.found or not self.declared) and not self.settled
 
     def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
-        """With the arguments that hold NNX objects as the state, if there are such in this call."""
+        """The signature with the arguments that hold NNX objects as the state, if a call has some."""
         graph = dict(static).get(_OBJECTS)
         if graph is None:
             return self
@@ -372,7 +350,7 @@ class Signature:
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
         static: Sequence[tuple[str, Any]],
     ) -> Any:  # fmt: skip
-        """Calls the step as the user would have; with NNX objects it returns what it made of them."""
+        """Calls the step like the user; a step with NNX objects returns a `Mutated`."""
         *others, last = [*static] or [("", None)]
         if last[0] == _OBJECTS:
             graph: _objects.Graph = last[1]
@@ -404,7 +382,7 @@ def _in_order(signature: inspect.Signature, names: Collection[str]) -> tuple[str
 
 
 def _place(signature: inspect.Signature, name: str) -> float:
-    """Where among positional arguments one stands; infinite if it is given by name only."""
+    """The position of an argument; infinite if it is passed by name only."""
     at, _, number = name.partition("[")
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     if at not in signature.parameters or signature.parameters[at].kind in by_name:
@@ -424,7 +402,7 @@ def _quoted(names: Sequence[str], of: Collection[str]) -> str:
 def flat_arguments(
     bound: inspect.BoundArguments, before: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Arguments by name, those of `*args` as `args[0]`, ...; `before` says how many of these come first."""
+    """Arguments by name, those of `*args` as `args[0]`, ..., after the `before['args']` first ones."""
     flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -441,12 +419,12 @@ def flat_arguments(
 def call_by_name(
     signature: inspect.Signature, fn: Callable[..., Any], values: Mapping[str, Any]
 ) -> Any:
-    """Calls `fn` with the values that `flat_arguments` has named; of a missing one the default applies."""
+    """Calls `fn` with values by the names of `flat_arguments`; defaults apply to missing ones."""
     bound, left = inspect.BoundArguments(signature, {}), dict(values)  # type: ignore[arg-type]
     for name, parameter in signature.parameters.items():
         if parameter.kind == parameter.VAR_POSITIONAL:
             num = sum(key.startswith(f"{name}[") for key in left)
-            if num:  # Else the parameters before may be given by name.
+            if num:  # Otherwise the parameters before may be passed by name.
                 bound.arguments[name] = tuple([left.pop(f"{name}[{i}]") for i in range(num)])
         elif parameter.kind != parameter.VAR_KEYWORD and name in left:
             bound.arguments[name] = left.pop(name)

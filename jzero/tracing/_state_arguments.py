@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State in several arguments: one tree of them, whose leaves' paths begin with the arguments' names."""
+"""State in several arguments: a pytree whose leaves' paths begin with the arguments' names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ import jax
 
 
 class Step(str):
-    """A step of a leaf's path that reads as it is written: the name of an argument, a path in a result."""
+    """A pytree key that prints as it is: the name of an argument, or a path in a result."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class StateArguments:
-    """The state of a step that takes it in several arguments: a pytree with a child for each.
-
-    Attributes:
-      names: the arguments', in the order of the step's parameters.
-      values: what they are.
-    """
+    """The state of a step that takes it in several arguments, in the order of its parameters."""
 
     __slots__ = ("names", "values")
 
@@ -39,7 +34,7 @@ class StateArguments:
 
 
 def parts(state: Any) -> list[tuple[str, Any]]:
-    """Each argument of the state, by name; a state that is one argument is all of it, and called 'state'."""
+    """The arguments of a state by name; a state in one argument is called 'state'."""
     if isinstance(state, StateArguments):
         return list(zip(state.names, state.values, strict=True))
     return [("state", state)]

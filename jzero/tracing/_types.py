@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jzero reads of JAX's jaxprs, as every release of JAX has it (test_jaxpr_types.py).
+"""Protocols of the parts of JAX's jaxprs that jzero reads, on all releases (test_jaxpr_types.py).
 
-JAX's own classes move between releases, and say of an aval that it is any abstract value.
+JAX's own classes move between releases, and type an aval as any abstract value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 @runtime_checkable
 class Aval(Protocol):
-    """The type of a value: an array, as nearly all of them are."""
+    """The type of an array; almost all values are arrays."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,8 +29,6 @@ class Aval(Protocol):
 
 @runtime_checkable
 class Var(Protocol):
-    """A variable: it is itself and no other, whatever it is called when printed."""
-
     @property
     def aval(self) -> Aval: ...
     def __hash__(self) -> int: ...
@@ -38,9 +36,8 @@ class Var(Protocol):
 
 @runtime_checkable
 class Literal(Protocol):
-    """A constant that is written into an equation."""
+    """A constant in an equation. Unlike a variable, it has no hash."""
 
-    # What tells it from a variable.
     __hash__: ClassVar[None]  # type: ignore[assignment]
 
     @property
@@ -54,8 +51,6 @@ Atom: TypeAlias = Var | Literal
 
 @runtime_checkable
 class Primitive(Protocol):
-    """What an equation does."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -88,7 +83,7 @@ class Eqn(Protocol):
 
 @runtime_checkable
 class Jaxpr(Protocol):
-    """Equations in the order in which they run. JAX's own; jzero's (`_rewrite.Flat`) are read as much."""
+    """JAX's jaxprs, and jzero's own (`_rewrite.Flat`)."""
 
     @property
     def constvars(self) -> list[Var]: ...

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weakly typed leaves of a state, as Python's numbers are, that come back from a step with another type.
+"""Weakly typed leaves of a state, such as Python's numbers, that a step returns with another type.
 
-[Note: weak types]
-`jax.jit` compiles such a step twice: for `0`, and for the array that comes back. `lax.scan` promotes its
-carry instead, before it begins. jzero promotes where that computes the same: both programs are traced, and
-may differ in nothing but casts of the promoted leaves. Otherwise there are two programs, as with `jax.jit`.
+[Note: weak types] `jax.jit` compiles such a step twice: for `0`, and for the array that is returned.
+`lax.scan` promotes its carry instead. jzero promotes where that computes the same: it traces both programs,
+which may differ only in casts of the promoted leaves. Otherwise there are two programs, as with `jax.jit`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from jzero.tracing import _array_memory, _call, _jaxpr, _rewrite
 from jzero.tracing._differences import CAST
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-_MAX_BYTES = 2**20  # of a constant that is compared
+_MAX_BYTES = 2**20  # Larger constants are not compared.
 
 
 class PromotedState(Exception):
-    """Raised while a step is traced: leaves of its state come back with other types.
-
-    Attributes:
-      state: the types that the leaves are to have.
-    """
+    """Raised while a step is traced whose state must be promoted to the types `state`."""
 
     def __init__(self, state: list[jax.ShapeDtypeStruct]):
         self.state = state
@@ -42,7 +37,7 @@ def check(old: Sequence[Any], new: Sequence[Any]) -> None:
 
 
 def _promoted(x: Any, y: Any) -> jax.ShapeDtypeStruct:
-    """The type of a leaf that a step takes as `x` and returns as `y`."""
+    """The promoted type of a leaf that a step takes as `x` and returns as `y`."""
     before = _call.abstract_leaf(x)
     try:
         after = _call.abstract_leaf(y)
@@ -61,7 +56,7 @@ def _is_other(shape: jax.ShapeDtypeStruct, x: Any) -> bool:
 
 
 def strong(leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The leaves of a state as a program takes them, of which `shapes` are; None stays."""
+    """The leaves of a state, cast to `shapes` where these are strongly typed; None stays."""
     return [
         _strong(x, shape.dtype) if is_weak(x) and not shape.weak_type else x
         for x, shape in zip(leaves, shapes, strict=True)
@@ -69,7 +64,6 @@ def strong(leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> lis
 
 
 def is_weak(x: Any) -> bool:
-    """Whether a leaf has a type that gives way to others."""
     if _call.is_python_number(x):
         return not isinstance(x, bool)
     return bool(getattr(x, "weak_type", False))
@@ -78,16 +72,16 @@ def is_weak(x: Any) -> bool:
 def _strong(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.Array):
         return _array_memory.strong_view(x) if x.dtype == dtype else jnp.asarray(x, dtype)
-    # Rounded as XLA does it, on no device in particular.
+    # JAX rounds like XLA; a NumPy array is on no device.
     return np.asarray(jnp.asarray(x).astype(dtype))
 
 
 def computes_the_same(
     weak: _jaxpr.Traced, promoted: _jaxpr.Traced, state: Sequence[jax.ShapeDtypeStruct]
 ) -> bool:
-    """Whether two traces of a step differ only in casts of its state to what one of them gets, `state`.
+    """Whether two traces of a step differ only in casts of its state to the types `state` of `promoted`.
 
-    What comes back from that one must be of the same types again.
+    The results of `promoted` must have these types again.
     """
     again = zip(promoted.out_avals, state, strict=False)
     types = [[(x.shape, x.dtype) for x in traced.out_avals] for traced in (weak, promoted)]
@@ -129,17 +123,17 @@ def _is_same(a: Jaxpr, a_consts: Sequence[Any], b: Jaxpr, b_consts: Sequence[Any
 
 
 def _is_no_cast(eqn: Eqn, operands: Sequence[Atom]) -> bool:
-    """Whether it casts its operand to the type that it has."""
+    """Whether it is a cast to the operand's own dtype."""
     plain = eqn.primitive.name == CAST and eqn.params.get("sharding") is None
     return bool(plain and operands[0].aval.dtype == eqn.outvars[0].aval.dtype)
 
 
 def _is_alike(eqn: Eqn, other: Eqn, operands: Sequence[Atom]) -> bool:
-    """Whether two equations are one; `operands` are those of the first, in the second's jaxpr."""
+    """Whether two equations are the same, given the first one's operands in the second one's jaxpr."""
     sizes = [(len(x.invars), len(x.outvars)) for x in (eqn, other)]
     if eqn.primitive is not other.primitive or sizes[0] != sizes[1]:
         return False
-    # As they are traced: a promoted operand that is not cast may mean another operation.
+    # Types count: with a promoted operand that is not cast it may be another operation.
     types = [[_type_of(atom) for atom in (*x.invars, *x.outvars)] for x in (eqn, other)]
     return (
         all(map(_is_one, operands, other.invars))
