@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the segments of a planned step: forward and backward, and the buckets of the optimizer program."""
+"""Builds the segments of a planned step: the forward-backward program, and buckets of the optimizer's."""
 
 from __future__ import annotations
 
@@ -38,21 +38,16 @@ from jzero.tracing import _rewrite, _traces
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Makes segments, as the partitioner writes them.
-
-    Attributes:
-      planned: the step.
-      shardings: where the leaves of the state are stored, for JAX.
-      crosses: leaves that are stored on the devices are inputs and outputs in the form in which they are
-        passed between programs: in shards, like gradients. Their padding is unspecified.
-    """
+    """Builds segments of a step."""
 
     planned: PlannedStep
-    shardings: Sequence[NamedSharding]
+    shardings: Sequence[NamedSharding]  # Of the state's leaves, as they are stored.
+    # Leaves on the devices enter and leave as they are passed between programs: sharded like gradients, with
+    # unspecified padding.
     crosses: bool = False
 
     def forward_backward(self) -> tuple[Segment, Partitioned]:
-        """The step without its optimizer program; a leaf that passes through unchanged is no output."""
+        """The step without its optimizer program. A leaf that is returned unchanged is no output."""
         plan, jaxpr = self.planned.plan, self.planned.frame.jaxpr
         invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
         num_new = len(plan.new_leaves)
@@ -68,38 +63,28 @@ class Builder:
         consumes = [var for var in here if var in own and var not in read]
         reads = [var for var in here if var not in consumes]
         eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
-        name = "grad_part"  # as profiles say it
-        return self._segment(
-            name, eqns, consumes, reads, list(plan.update.transferred), outs, self._time
-        )
+        gives = list(plan.update.transferred)
+        return self._segment("grad_part", eqns, consumes, reads, gives, outs, self._time)
 
     def buckets(self) -> tuple[Segment, ...]:
-        """The buckets of the optimizer program, as the plan has them."""
         plan = self.planned.plan
         packs = [[plan.update.subgraphs[i] for i in bucket.subgraphs] for bucket in plan.buckets]
         last = {v: i for i, pack in enumerate(packs) for subgraph in pack for v in subgraph.reads}
         return tuple(self.bucket(pack, i, last) for i, pack in enumerate(packs))
 
     def bucket(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
-        """Some subgraphs as one segment.
-
-        Args:
-          pack: the subgraphs.
-          index: of their bucket.
-          last: for each variable, the last bucket that reads it.
-        """
+        """The subgraphs `pack` as bucket `index`; `last` has the last bucket that reads each variable."""
         frame, leaves = self.planned.frame, self.planned.plan.leaves
         invars = frame.jaxpr.invars
         eqns = sorted({i for subgraph in pack for i in subgraph.eqns})
         outs = sorted(i for subgraph in pack for i in subgraph.outs)
         gives = [var for subgraph in pack for var in subgraph.gives]
-        # Not what subgraphs of several levels pass to each other within the bucket.
+        # Without the values that subgraphs pass to each other within the bucket.
         reads = [*dict.fromkeys(v for subgraph in pack for v in subgraph.reads if v not in gives)]
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
         taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
-        # A later bucket fetches an offloaded leaf for itself; what is stored on the devices it needs as it
-        # was.
+        # A later bucket fetches an offloaded leaf again, but reads the old value of one on the devices.
         consumes = [
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]
@@ -108,7 +93,7 @@ class Builder:
         return segment
 
     def kept(self, outs: Sequence[int]) -> list[NamedSharding | None] | None:
-        """Where a program leaves these outputs, beside axes over which XLA would choose."""
+        """`out_shardings` for these outputs; XLA would choose others over Auto axes, if there are any."""
         if not self.planned.plan.automatic:
             return None
         num_new = len(self.planned.plan.new_leaves)
@@ -128,7 +113,6 @@ class Builder:
         return {var: i for i, var in enumerate(self._step.jaxpr.invars)}
 
     def _type(self, var: Var) -> ValuePlan:
-        """How a value is passed in or out."""
         interface, leaves = self.planned.plan.interface, self.planned.plan.leaves
         i = self._number.get(var, len(leaves))
         if self.crosses and i < len(leaves) and leaves[i].tier == DEVICE:
@@ -139,16 +123,12 @@ class Builder:
         self, name: str, eqns: Sequence[int], consumes: Sequence[Var], reads: Sequence[Var],
         gives: Sequence[Var], outs: Sequence[int], time: TimeAxis | None = None,
     ) -> tuple[Segment, Partitioned]:  # fmt: skip
-        """Some equations of the step, by index, as a program with a name; see `Segment`.
-
-        Raises:
-          CannotPartitionError: the partitioner has no exact program for them.
-        """
+        """The equations `eqns` of the step as a program; see `Segment` for the others."""
         planned, plan, num = self.planned, self.planned.plan, len(gives)
         part = self._part(eqns, [*consumes, *reads], gives, outs, len(consumes), time)
         programs = programs_of(part, planned, time)
         if part.step.written is not None:
-            # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
+            # Its types name the mesh of its trace, and layers are evaluated in that of programs.
             inside = _traces.inside_of(planned.mesh, [axis for axis, _ in plan.axes])
             last = programs[PASSES[-1]]
             programs[PASSES[-1]] = dataclasses.replace(
@@ -182,7 +162,7 @@ class Builder:
         self, eqns: Sequence[int], takes: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
         num_consumed: int, time: TimeAxis | None,
     ) -> TypedPart:  # fmt: skip
-        """The same equations with the layouts of what they take and give: `takes -> [*gives, *outs]`."""
+        """The function `takes -> [*gives, *outs]` of some equations, with its layouts."""
         plan, jaxpr = self.planned.plan, self._step.jaxpr
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         made = [*gives, *(jaxpr.outvars[i] for i in outs)]
@@ -194,17 +174,19 @@ class Builder:
             return stored(self._type(jaxpr.invars[i]), mesh) if i < num_new else others[i - num_new]
 
         given = [stored(self._type(var), mesh) for var in gives]
-        gradients = [*map(self._gradient_hint, gives, given)]
+        paths = [self._type(var).path for var in gives]
+        gradients = [
+            Hint(layout, leaf=path) if path and layout.dims else None
+            for path, layout in zip(paths, given, strict=True)
+        ]
+        hints = [reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs]
         return TypedPart(
             self._step.cut(takes, made, needed),
             [self._number.get(var) for var in takes],
             [self._input(var, inputs, mesh) for var in takes],
             [*[None] * len(gives), *outs],
             [*given, *map(layout_of, outs)],
-            [
-                *gradients,
-                *(reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs),
-            ],
+            [*gradients, *hints],
             frozenset(range(num_consumed)),
             frozenset(range(len(made) if self.crosses else len(gives))),
         )
@@ -216,8 +198,3 @@ class Builder:
         if number >= len(plan.leaves) or type_ is plan.interface.stored[var]:
             return inputs[number]
         return DeviceInput(stored(type_, mesh), name=plan.leaves[number].path)
-
-    def _gradient_hint(self, var: Var, layout: Layout) -> Hint | None:
-        """What is said of a value for other programs: that it is the gradient of a leaf."""
-        path = self._type(var).path
-        return Hint(layout, leaf=path) if path and layout.dims else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves on the devices: from the form in which they are stored to shards like gradients, and back."""
+"""Converts leaves on the devices from the layout in which they are stored to that of gradients, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jzero.tracing._types import Var
 
 
 def entering(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., Arrays] | None:
-    """`leaves -> shards`: stored leaves, sharded like gradients; None if they already are."""
+    """`leaves -> shards` from stored leaves to the gradients' layout; None if they already have it."""
     if _are_shards(planned, variables):
         return None
     interface, mesh = planned.plan.interface, axes_of(planned.plan, None)
@@ -27,7 +27,7 @@ def entering(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., Ar
 
 
 def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] | None:
-    """`(old leaves, shards) -> leaves`: updated shards as they are stored; None if they already are."""
+    """`(old leaves, shards) -> leaves` from updated shards to the stored layout; None if it is the same."""
     olds = [planned.frame.jaxpr.invars[i] for i in outs]
     if _are_shards(planned, olds):
         return None
@@ -54,7 +54,7 @@ def _are_shards(planned: PlannedStep, variables: Sequence[Var]) -> bool:
 
 
 def _same(invars: Sequence[Var], outvars: Sequence[Var]) -> GivenStep:
-    """Returns some of its inputs."""
+    """A function that returns some of its inputs."""
     return GivenStep(_rewrite.Flat([], [*invars], [*outvars], []), [], [], None)
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of a sharded step that are taken from outside: those of the step as it is written.
+"""Derivatives of a sharded step that a caller takes.
 
-[Note: derivatives from outside] The program of one device computes a step, and is no text to differentiate.
-Calls in it are replaced by their equations, so that rules of their own (`jax.custom_vjp`, `jax.custom_jvp`, a
-solver's) are gone, and a maximum over rows is a `pmax`, whose derivative is zero in JAX. Therefore whoever
-differentiates a call (`jax.grad`, `jvp`, `hessian`, under `jax.jit` or not) meets a `jax.custom_jvp`. Its
-rule is `jax.jvp` of the step as it was traced, of the whole batch. XLA shards that by its operands: what it
-computes is exact, and how it moves and keeps values is XLA's choice (tests/test_derivatives.py).
+[Note: derivatives from outside] The program of one device cannot be differentiated: inlining calls has
+removed their rules (`jax.custom_vjp`, `jax.custom_jvp`, a solver's), and a maximum over rows is a `pmax`,
+whose derivative is zero in JAX. So a call is a `jax.custom_jvp`, whose rule is `jax.jvp` of the traced step
+of the whole batch. XLA shards that by its operands: the result is exact, while memory and communication are
+up to XLA (tests/test_derivatives.py).
 """
 
 from __future__ import annotations
@@ -27,20 +26,13 @@ def differentiable(
     run: Callable[..., Any], written: Callable[[], Callable[..., Any] | None],
     closes_over: Sequence[Any], place: NamedSharding, who: str,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`run`, with the derivatives of the step as it is written.
+    """`run`, `(state leaves, argument leaves) -> (new state leaves, outputs)`, with derivatives.
 
-    Args:
-      run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, of whole arrays without padding.
-      written: makes the same of the step as it is written, which also takes, first, values for what it closes
-        over; None of a step that nobody has written for the whole batch.
-      closes_over: values of an outer trace that the step reads.
-      place: whole on the devices of the step.
-      who: was called.
-
-    Raises:
-      StepError: when it is differentiated, if `written` makes nothing.
+    `written` makes the same function from the traced step (see `as_written`), or returns None for a step that
+    is written for one device, which is an error when a derivative is taken. `closes_over` are values of an
+    outer trace that the step reads. `place` replicates a value on the step's devices.
     """
-    # A rule has no derivatives by what it closes over: that is an argument, and is there now to be traced.
+    # A rule has no derivatives by values that it closes over, so these are arguments; they can be traced now.
     if closes_over:
         written()
 
@@ -52,7 +44,10 @@ def differentiable(
         with called_as(who):
             step = written()
             if step is None:
-                raise _refused()
+                raise StepError(message(
+                    STEP, "a derivative is taken of a step with collectives of its own (axis_name)",
+                    "It is written for one device, and what can be differentiated is a step of the whole "
+                    "batch.", "Differentiate inside the step, or write it without collectives."))  # fmt: skip
         leaves, tree = jax.tree.flatten(primals)
         pairs = enumerate(jax.tree.leaves(tangents))
         moving = {i: tangent for i, tangent in pairs if not isinstance(tangent, SymbolicZero)}
@@ -68,23 +63,13 @@ def differentiable(
     return lambda state, arrays: called(closes_over, state, arrays)
 
 
-def _refused() -> StepError:
-    return StepError(message(
-        STEP, "a derivative is taken of a step with collectives of its own (axis_name)",
-        "It is written for one device, and what can be differentiated is a step of the whole batch.",
-        "Differentiate inside the step, or write it without collectives."))  # fmt: skip
-
-
 def as_written(
     traced: _jaxpr.Traced, places: Sequence[NamedSharding], closes_over: Sequence[Any], num_new: int
 ) -> Callable[..., Any]:
-    """A step as it is written, `(values, state leaves, argument leaves) -> (new state leaves, outputs)`.
+    """The traced step as `(values, state leaves, argument leaves) -> (new state leaves, outputs)`.
 
-    Args:
-      traced: its trace, of the whole batch.
-      places: the shardings of its leaves, in their true shapes.
-      closes_over: those of its constants in whose place it takes the values.
-      num_new: how many of its results are leaves of the state.
+    `values` replace the constants `closes_over`. `places` are the shardings of all leaves in their true
+    shapes.
     """
     numbers = {id(x): i for i, x in enumerate(closes_over)}
 
@@ -99,7 +84,7 @@ def as_written(
 
 
 def _on_devices(x: Any, primal: Any, place: NamedSharding) -> Any:
-    """A value in the memory of these devices, for XLA to lay it out there."""
+    """A value in the memory of the step's devices, which XLA may then reshard."""
     if _jaxpr.is_on_host(jax.typeof(x)):
         x = jax.device_put(x, jax.memory.Space.Device)
     is_bound = isinstance(primal, jax.Array) and not isinstance(primal, jax.core.Tracer)

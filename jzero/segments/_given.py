@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the partitioner is given of a step, and its program as a function of whole arrays."""
+"""The partitioner's inputs from a planned step, and its output as a function of whole arrays."""
 
 from __future__ import annotations
 
@@ -29,24 +29,16 @@ from jzero.tracing._rewrite import Flat
 
 
 class GivenStep(NamedTuple):
-    """Equations as the partitioner takes them.
+    """Equations for the partitioner."""
 
-    Attributes:
-      jaxpr: of the whole batch, or of one device if it has collectives of its own.
-      consts: values of its constants.
-      specs: of the whole batch, how each input is split over the data axes.
-      written: what is known of one with collectives of its own.
-    """
-
-    jaxpr: Flat
+    jaxpr: Flat  # Of the whole batch; of one device if the step has collectives of its own.
     consts: list[Any]
-    specs: Sequence[PartitionSpec]
-    written: WrittenStep | None
+    specs: Sequence[PartitionSpec]  # Of a whole batch's inputs, over the data axes.
+    written: WrittenStep | None  # Given if the step has collectives of its own.
 
     def cut(
         self, takes: Sequence[_jaxpr.Var], gives: Sequence[_jaxpr.Atom], eqns: list[_jaxpr.Eqn]
     ) -> GivenStep:  # fmt: skip
-        """Some of its equations, as a function of what they read."""
         flat = self.jaxpr._replace(invars=[*takes], outvars=[*gives], eqns=eqns)
         written = self.written
         if written is not None:
@@ -55,53 +47,47 @@ class GivenStep(NamedTuple):
 
 
 class TypedPart(NamedTuple):
-    """All of a step, or what one of its programs runs, with the types of what it takes and gives.
-
-    Attributes:
-      step: its equations.
-      taken: of each input, which one of the step's inputs it is, by index; None of what another part gives.
-      ins: the inputs' layouts.
-      made: of each result, which one of the step's results it is; None of what another part takes.
-      outs: the results' layouts; None where the partitioner chooses.
-      reduced: for the first results, what is said of the gradients of which they are made.
-      donated: inputs, by index, whose memory results may take.
-      unmasked: results, by index, whose padding may be anything; else it is zero.
-    """
+    """All of a step, or one of its programs, with layouts of inputs and results."""
 
     step: GivenStep
-    taken: Sequence[int | None]
+    taken: Sequence[
+        int | None
+    ]  # For each input its index in the step; None if another part computes it.
     ins: Sequence[DeviceInput]
-    made: Sequence[int | None]
-    outs: Sequence[Layout | None]
-    reduced: Sequence[Hint | None] = ()
-    donated: frozenset[int] = frozenset()
-    unmasked: frozenset[int] = frozenset()
+    made: Sequence[
+        int | None
+    ]  # For each result its index in the step; None if another part reads it.
+    outs: Sequence[Layout | None]  # None where the partitioner chooses.
+    reduced: Sequence[
+        Hint | None
+    ] = ()  # Hints for the gradients of which the first results are made.
+    donated: frozenset[int] = frozenset()  # Inputs, by index.
+    unmasked: frozenset[int] = frozenset()  # Results, by index, whose padding need not be zero.
 
     def leaves(self, plan: StepPlan) -> dict[int, LeafPlan]:
-        """The inputs that are leaves of the state, by index."""
         num = len(plan.leaves)
         return {k: plan.leaves[i] for k, i in enumerate(self.taken) if i is not None and i < num}
 
     def sharded_arguments(self, plan: StepPlan) -> list[frozenset[str]]:
-        """Of each input, the axes over which it is an argument in rows; they may be of one device."""
+        """The axes over which each input is a batch-sharded argument; they may have one device."""
         num = len(plan.leaves)
         specs = [plan.arguments[i - num] if i is not None and i >= num else () for i in self.taken]
         return [frozenset(itertools.chain(*map(_call.spec_axes, spec))) for spec in specs]
 
     def new_leaves(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """The results that are new leaves, by index, and which ones."""
+        """`(result, leaf)` indices of the results that are new leaves."""
         num = len(plan.new_leaves)
         return [(j, i) for j, i in enumerate(self.made) if i is not None and i < num]
 
     @property
     def olds(self) -> list[int | None]:
-        """For each result the input that it takes the place of, by index; None for others."""
+        """For each result the index of the donated input that it replaces, or None."""
         place = {i: k for k, i in enumerate(self.taken) if i is not None and k in self.donated}
         return [None if i is None else place.get(i) for i in self.made]
 
 
 def axes_of(plan: StepPlan, time: TimeAxis | None) -> dict[str, int]:
-    """The axes of a program: the data axes, and that of microbatches, the innermost one."""
+    """The axes of a program: the data axes, and innermost that of microbatches."""
     return dict(plan.axes) | ({} if time is None else {time.name: time.num})
 
 
@@ -111,7 +97,7 @@ def whole_step(
     step, num_new = given_step(plan, analysis, time), len(plan.new_leaves)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
     ins = [*arguments(plan, step, mesh, time)]
-    # Who partitions all of a step sees best which results have rows.
+    # Of a whole batch's step the partitioner knows best which results have rows.
     others = [None] * len(plan.outputs) if step.written is None else results(plan, step, mesh)
     outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *others]
     reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
@@ -123,12 +109,9 @@ def whole_step(
 
 
 def given_step(plan: StepPlan, analysis: Analysis, time: TimeAxis | None) -> GivenStep:
-    """What is partitioned of a step; of the whole batch's, only what it returns.
+    """The equations of a step to partition: those that its results need, if it is of the whole batch.
 
-    To one with collectives of its own, microbatches are devices in time, of the last data axis.
-
-    Raises:
-      CannotPartitionError: it reads a leaf that the plan does not read.
+    A step with collectives of its own sees microbatches as further devices of the last data axis.
     """
     whole, frame = analysis.whole_batch, analysis.frame
     if whole is None:
@@ -148,12 +131,12 @@ def given_step(plan: StepPlan, analysis: Analysis, time: TimeAxis | None) -> Giv
 
 
 def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
-    """In which layouts it returns what is no state; what differs as each device has it."""
+    """The layouts of results that are no state."""
     for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
         shape, spec = [*atom.aval.shape], _stored_layout.partition_spec(layout)
         if step.written is not None:
             spec = PartitionSpec()
-            if isinstance(layout, Shard):  # one device's, of all microbatches
+            if isinstance(layout, Shard):  # The shape is one device's in one microbatch.
                 shape[layout.dim] *= plan.accumulate
         yield from_spec(shape, mesh, spec)
 
@@ -161,14 +144,16 @@ def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[L
 def of_all_devices(
     program: DeviceProgram, plan: StepPlan, part: TypedPart, time: TimeAxis | None
 ) -> DeviceProgram:
-    """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
+    """Converts layouts of one device's arguments and results to those of the global arrays."""
     num, num_new = len(plan.leaves), len(plan.new_leaves)
     ins, outs = [*program.ins], [*program.outs]
     for k, i in enumerate(part.taken):
         if i is not None and i >= num:
             ins[k] = _joined(ins[k], plan.arguments[i - num])
             if time is not None and (dim := plan.cut_dims[i - num]) is not None:
-                ins[k] = _in_time(ins[k], dim, time)
+                shape = [*ins[k].shape]
+                shape[dim] *= time.num
+                ins[k] = from_spec(shape, dict(ins[k].mesh), _spec(ins[k])).cut(dim, time.name)
     for j, i in enumerate(part.made):
         if i is not None and i >= num_new:
             outs[j] = _joined(outs[j], _stored_layout.partition_spec(plan.outputs[i - num_new]))
@@ -176,23 +161,17 @@ def of_all_devices(
 
 
 def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
-    """The layout of an array of which each device has a part of this shape."""
+    """The layout of a global array whose shards have the layout's shape."""
     mesh = dict(layout.mesh)
     names = [*map(_call.spec_axes, (*spec, *[None] * len(layout.dims)))]
     pairs = zip(layout.shape, names, strict=False)
     return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
 
 
-def _in_time(layout: Layout, dim: int, time: TimeAxis) -> Layout:
-    """The layout of an array of which one microbatch has what one device had."""
-    shape = [size * time.num if d == dim else size for d, size in enumerate(layout.shape)]
-    return from_spec(shape, dict(layout.mesh), _spec(layout)).cut(dim, time.name)
-
-
 def arguments(
     plan: StepPlan, step: GivenStep, mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, or as one device has them."""
+    """Leaves as they are stored; arguments batch-sharded, or as one device has them."""
     num, dims = len(plan.leaves), plan.microbatches.dims
     yield from (DeviceInput(stored(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     if step.written is not None:
@@ -204,12 +183,12 @@ def arguments(
         layout = from_spec(var.aval.shape, mesh, spec)
         if time is not None and dim is not None:
             layout = layout.cut(dim, time.name)
-        # What the devices do not divide cannot come in shards.
+        # JAX has no shards of a dim that the devices do not divide.
         yield DeviceInput(layout, layout.axes, padded_dims_gathered=True)
 
 
 def stored(value: LeafPlan | ValuePlan, mesh: Mapping[str, int]) -> Layout:
-    """The layout of a value between programs; it may be padded for more axes than it is sharded over."""
+    """The layout of a value between programs, which may be padded for more axes than shard it."""
     layout = from_spec(value.shape, mesh, _stored_layout.partition_spec(value.layout))
     if not isinstance(value.layout, Shard) or value.padded_shape == value.shape:
         return layout
@@ -219,7 +198,7 @@ def stored(value: LeafPlan | ValuePlan, mesh: Mapping[str, int]) -> Layout:
 
 
 def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
-    """What is said of the gradient of a new parameter; a scalar may scale those of all leaves."""
+    """The hint for a parameter's gradient; a scalar has none, as it may scale those of all leaves."""
     if leaf.role != PARAMETER or not leaf.shape:
         return None
     layout = from_spec(leaf.shape, mesh, _stored_layout.partition_spec(leaf.gradient))
@@ -227,7 +206,7 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
 
 
 def function_of(program: DeviceProgram, planned: PlannedStep) -> Callable[..., list[Any]]:
-    """A program as a function of whole arrays, padded."""
+    """A program as a function of padded global arrays."""
     consts = [*map(_jaxpr.constant, program.consts)]
     local = _traces.shard_mapped(
         _traces.without_constants(program.jaxpr),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes one program another one, in lines: what the processes of a run compare."""
+"""Lines that describe all that a program depends on, which the processes of a run compare."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_state(config: StepConfig, leaves: Sequence[LeafPlan]) -> dict[str, list[s
 
 
 def of_call(call: Call) -> dict[str, list[str]]:
-    """What is known of a call before its program is built."""
+    """The arguments of a call, which are known before its program is built."""
     arguments = [line for name, tree in call.arrays.items() for line in _described(name, tree)]
     return {"arguments": arguments, SHAPES: _described("state", call.state)}
 
@@ -47,7 +47,6 @@ def _described(name: str, tree: Any) -> list[str]:
 
 
 def _line(path: str, leaf: Any) -> str:
-    """A leaf, which may be anything."""
     try:
         aval = _call.abstract_leaf(leaf)
     except (TypeError, ValueError):
@@ -58,7 +57,7 @@ def _line(path: str, leaf: Any) -> str:
 def of_program(
     config: StepConfig, call: Call, program: Program, traced: Any
 ) -> dict[str, list[str]]:
-    """The same, the arguments, and the trace of the program: all that decides what is compiled."""
+    """`of_state`, `of_call`, and the trace of the program: all that decides what is compiled."""
     paths = _call.argument_paths(call.arrays)
     pairs = zip(paths, program.argument_shardings, strict=True)
     state = of_state(config, program.plan.leaves)
@@ -71,6 +70,6 @@ def of_program(
 
 
 def of_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> dict[str, list[str]]:
-    """A jaxpr's equations, and its constants by their checksums."""
+    """A jaxpr's equations, and checksums of its constants."""
     constants = [f"constant {_agreement.checksum(value)}" for value in consts]
     return {PROGRAM: [*str(jaxpr).splitlines(), *constants]}

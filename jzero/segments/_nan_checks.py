@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_debug_nans` and `jax_debug_infs` of steps in parts: what it returns is looked at, and no part."""
+"""`jax_debug_nans` and `jax_debug_infs` for steps in several programs: checks the step's results only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from jzero.tracing import _jax_state
 def run(
     who: str, step: StepProgram, state: Sequence[Any], arrays: Sequence[Any], leaves: Leaves
 ) -> tuple[list[Any], list[jax.Array]]:
-    """`step(state, arrays)`. JAX would stop at a part that hands on a NaN which nobody selects.
+    """`step(state, arrays)`, with a check of what it returns.
 
-    `jnp.var` has such a constant, and the part cannot run again to find a line: it has consumed its operands.
-
-    Raises:
-      FloatingPointError: JAX is asked to look for what is not finite, and the step returns it.
+    JAX's own check would fail for a program that returns a NaN which is never used (a constant of `jnp.var`),
+    and could not run it again to find the line, because its operands are donated.
     """
     config: Any = jax.config
     nans, infs = bool(config.jax_debug_nans), bool(config.jax_debug_infs)
@@ -32,7 +30,7 @@ def run(
         return step(state, arrays)
     with _jax_state.keeps_nan_checks():
         if isinstance(step, WholeStep):
-            return _run_whole(who, step, state, arrays, leaves)
+            return _run_whole(who, step, state, arrays, leaves, nans, infs)
         with jax.debug_nans(False), jax.debug_infs(False):
             new, outs = step(state, arrays)
             found = _not_finite("output {} beside the state", outs, new, leaves, nans, infs)
@@ -46,16 +44,16 @@ def run(
 
 
 def _run_whole(
-    who: str, step: WholeStep, state: Sequence[Any], arrays: Sequence[Any], leaves: Leaves
-) -> tuple[list[Any], list[jax.Array]]:
-    """One program, which JAX looks at: asked anew, as an eager `jax.shard_map` has it forget to."""
-    config: Any = jax.config
-    nans, infs = bool(config.jax_debug_nans), bool(config.jax_debug_infs)
+    who: str, step: WholeStep, state: Sequence[Any], arrays: Sequence[Any], leaves: Leaves,
+    nans: bool, infs: bool,
+) -> tuple[list[Any], list[jax.Array]]:  # fmt: skip
+    """Runs one program, which JAX itself checks."""
     try:
+        # Set again, because an eager `jax.shard_map` has dropped the check.
         with jax.debug_nans(nans), jax.debug_infs(infs):
             return step(state, arrays)
     except RecursionError:
-        # So JAX looks for the line, if what an eager `jax.shard_map` is given has one.
+        # JAX recurses when it looks for the line, if an argument of an eager `jax.shard_map` is not finite.
         with jax.debug_nans(False), jax.debug_infs(False):
             found = _not_finite("leaf {} of the batch", arrays, state, leaves, nans, infs)
         if not found:
@@ -69,7 +67,7 @@ def _run_whole(
 def _not_finite(
     name: str, others: Sequence[Any], state: Sequence[Any], leaves: Leaves, nans: bool, infs: bool
 ) -> list[str]:
-    """What of a state and of other arrays is not finite."""
+    """A line for each array of the state and `others` that is not finite."""
     tests = [test for on, test in ((nans, jnp.isnan), (infs, jnp.isinf)) if on]
     names = [name.format(i) for i in range(len(others))]
     names += [leaf.path for leaf in leaves[: len(state)]]
@@ -81,6 +79,6 @@ def _not_finite(
 
 
 def _is_looked_at(x: Any) -> bool:
-    """Whether it is of floats, on the devices; what is elsewhere may still wait for an update."""
+    """Whether it is a float array on the devices; elsewhere its update may not have run yet."""
     here = isinstance(x, jax.Array) and x.sharding.memory_kind in (None, DEVICE)
     return here and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step, or a part of one, as the partitioner writes it: the program of one device after each pass."""
+"""Runs the partitioner and all passes on a step, or a part of one: the program of one device after each."""
 
 from __future__ import annotations
 
@@ -48,45 +48,20 @@ from jzero.targets._target import target_of, topology_of
 from jzero.tracing._types import Jaxpr
 
 _PARTITION = "partition"
-# In their order.
 PASSES = (
-    _PARTITION,
-    "late_sums",
-    "before_loops",
-    "inputs_first",
-    "keep_gathered",
-    "loop_gathers",
-    "microbatches",
-    "tiles",
-    "activations",
-    "reduce_dtype",
-    "weight_codes",
-    "gather_codes",
-    "reduce_codes",
-    "whole_stacks",
-    "prefetch",
-    "order",
-    "after_loops",
-    "in_place",
-    "one_order",
-    "auto_axes",
-)
+    _PARTITION, "late_sums", "before_loops", "inputs_first", "keep_gathered", "loop_gathers", "microbatches",
+    "tiles", "activations", "reduce_dtype", "weight_codes", "gather_codes", "reduce_codes", "whole_stacks",
+    "prefetch", "order", "after_loops", "in_place", "one_order", "auto_axes",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned:
-    """A step that the partitioner runs.
-
-    Attributes:
-      part: what of the step it is: all of it, or what computes its gradients.
-      programs: of one device, after each of `PASSES`; the last one runs.
-    """
-
-    part: TypedPart
-    programs: Mapping[str, DeviceProgram]
+    part: TypedPart  # All of a step, or its forward-backward program.
+    programs: Mapping[str, DeviceProgram]  # After each of `PASSES`; the last one runs.
 
     def described(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the loops of the program, what waits on the host, and the layouts of results."""
+        """The plan with the program's loops, its residuals on the host, and the layouts of results."""
         program, num_new = self.program, len(plan.new_leaves)
         outputs = [*plan.outputs]
         for i, wanted, layout in zip(self.part.made, self.part.outs, program.outs, strict=True):
@@ -105,30 +80,30 @@ class Partitioned:
 
     @property
     def for_any_devices(self) -> DeviceProgram:
-        """The same, before the order that CPUs alone need."""
+        """The program before the pass that only CPUs need."""
         return self.programs[PASSES[PASSES.index("one_order") - 1]]
 
     @property
     def movements(self) -> tuple[Movement, ...]:
-        """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
+        """Movements of the batch and of intermediate values; for a result, `where` is its index."""
         found = movements(self.program.moves)
         return tuple(self._of_step(m) if m.operation == OUTPUT else m for m in found)
 
     def repeated(self, plan: StepPlan, analysis: Analysis) -> tuple[float, list[Repeated]]:
-        """The flops of the step, and what its devices repeat of them."""
+        """The flops of the step, and those that its devices repeat."""
         whole = analysis.whole_batch
         if whole is None:
             return 0, []
         num = plan.num_devices * plan.accumulate
         work, again = whole.repeated(self.programs[_PARTITION].jaxpr, num)
-        # What runs once for all microbatches is no repetition.
+        # Work that runs once for all microbatches is not repeated.
         if again and plan.accumulate > 1:
             looped = whole.repeated(self.programs["microbatches"].jaxpr, plan.num_devices)[1]
             again = min(again, looped, key=lambda each: sum(x.extra for x in each))
         return work, again
 
     def _of_step(self, movement: Movement) -> Movement:
-        """What is moved of a result, which is one of the step's, or what its update reads."""
+        """The movement of a result, which is one of the step's, or a value that its update reads."""
         j = int(movement.where)
         if (i := self.part.made[j]) is not None:
             return dataclasses.replace(movement, where=str(i))
@@ -138,11 +113,7 @@ class Partitioned:
 
 
 def partitioned(planned: PlannedStep) -> Partitioned:
-    """All of a step, written by the partitioner.
-
-    Raises:
-      CannotPartitionError: it has no exact program for it.
-    """
+    """All of a step, partitioned."""
     plan = planned.plan
     time = time_of(plan, planned.mesh.axis_names)
     part = whole_step(plan, planned.analysis, axes_of(plan, time), time)
@@ -152,22 +123,17 @@ def partitioned(planned: PlannedStep) -> Partitioned:
 def programs_of(
     part: TypedPart, planned: PlannedStep, time: TimeAxis | None = None
 ) -> dict[str, DeviceProgram]:
-    """One device's program of a part of a step, after each of `PASSES`.
-
-    Args:
-      part: all of a step, or what one of its programs runs.
-      planned: the step.
-      time: the axis of microbatches, if the part runs for each of several.
+    """One device's program after each of `PASSES`; `time` is the axis of microbatches, if there are several.
 
     Raises:
-      CannotPartitionError: the partitioner has no exact program for it.
+      CannotPartitionError: the partitioner has no exact program.
     """
     plan, analysis, step = planned.plan, planned.analysis, part.step
     mesh, devices = axes_of(plan, time), devices_of(planned.mesh)
     links = axis_times(dict(planned.mesh.shape), target_of(devices), topology_of(devices))
     prices = tuple(each for each in links if each[0] in mesh)
     if prices and time is not None:
-        # What is kept of all microbatches: a byte of it costs as much as one on the fastest links.
+        # To keep a byte of all microbatches costs as much as to send one over the fastest links.
         byte = min(times.ring for _, times in prices)
         prices = *prices, (time.name, AxisTimes(0, byte, byte))
     automatic = None
@@ -188,7 +154,7 @@ def programs_of(
 
 
 def time_of(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
-    """The axis of microbatches, with a name that the mesh has not."""
+    """The axis of microbatches, named unlike those of the mesh."""
     if plan.accumulate == 1:
         return None
     name = "microbatch"
@@ -204,7 +170,7 @@ def _passed(
     plan = planned.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = part.leaves(plan)
-    # Behind the loops over microbatches rows differ over the devices alone.
+    # After the loops over microbatches, rows are sharded over devices only.
     rows = [each.rows & {*planned.mesh.axis_names} for each in part.ins]
     ins = tuple(
         stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
@@ -213,7 +179,7 @@ def _passed(
     itemsize = 0 if exchange.reduce_dtype is None else jnp.dtype(exchange.reduce_dtype).itemsize
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
-        # Over time there is one running sum of a gradient, whole; of two parts there would be two.
+        # Microbatches add to one running sum of a gradient; split in two parts there would be two.
         "before_loops": before_loops if time is None else lambda jaxpr: jaxpr,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "keep_gathered": lambda jaxpr: _gathered_once(jaxpr, plan),
@@ -243,7 +209,11 @@ def _passed(
             jaxpr, _sliced(part.olds, leaves), planned.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "one_order": one_order if planned.overtakes else lambda jaxpr: jaxpr,
-        "auto_axes": lambda jaxpr: _beside(jaxpr, planned, specs) if plan.automatic else jaxpr,
+        "auto_axes": lambda jaxpr: (
+            auto_axes(jaxpr, AutoAxes(planned.mesh, tuple(dict(plan.axes)), planned.alone), specs)
+            if plan.automatic
+            else jaxpr
+        ),
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -278,21 +248,15 @@ def _passed(
 def _sliced(
     olds: Sequence[int | None], leaves: Mapping[int, LeafPlan]
 ) -> list[int | None]:  # fmt: skip
-    """The arguments that results take the places of in slices: none that XLA shards along the first dim."""
+    """The arguments that results may replace slice by slice: none that XLA shards along dim 0."""
     return [
         None if old is None or old in leaves and any(leaves[old].automatic[:1]) else old
         for old in olds
     ]
 
 
-def _beside(jaxpr: Jaxpr, planned: PlannedStep, specs: AutoLayouts) -> Jaxpr:
-    """The program beside axes over which XLA shards."""
-    axes = AutoAxes(planned.mesh, tuple(axis for axis, _ in planned.plan.axes), planned.alone)
-    return auto_axes(jaxpr, axes, specs)
-
-
 def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> AutoLayouts:
-    """How XLA shards what a part takes and returns, over axes that are not the program's."""
+    """How XLA shards inputs and results over axes that are not the program's."""
     if not plan.automatic:
         return NO_SPECS
     ins = {k: leaf.automatic for k, leaf in part.leaves(plan).items() if leaf.automatic}
@@ -303,7 +267,7 @@ def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> Aut
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
-    """The program with one gather of a leaf for all that reads it, if there is memory for that."""
+    """Gathers each leaf once for all equations that read it, if the plan has memory for that."""
     if not plan.exchange.keep_gathered:
         return jaxpr
     return keep_gathered(jaxpr, plan.evaluates) if plan.stage == 3 else gathered_once(jaxpr)
@@ -312,24 +276,19 @@ def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
 def _weights_in_codes(
     jaxpr: Jaxpr, plan: StepPlan, leaves: Mapping[int, LeafPlan], ins: Sequence[Layout]
 ) -> Jaxpr:  # fmt: skip
-    """The program with leaves as rows of codes; loops keep rows gathered where weights have no room."""
-    coded = {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
+    """Dequantizes quantized leaves; loops may then gather codes, of which `loop_bytes` has room for more."""
+    coded = {
+        k: (QuantizedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked), ins[k].local_shape)
+        for k, leaf in leaves.items() if (form := leaf.codes)
+    }  # fmt: skip
     jaxpr, most = dequantize_weights(jaxpr, coded), plan.exchange.loop_bytes
     return jaxpr if most is None or not coded else loop_gathers(jaxpr, most)
-
-
-def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[QuantizedRows, tuple[int, ...]]:
-    """How a leaf is stored in codes, and the shape of its rows on one device."""
-    form = leaf.codes
-    assert form is not None
-    rows = QuantizedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)
-    return rows, layout.local_shape
 
 
 def _in_codes(
     jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]], specs: AutoLayouts
 ) -> Jaxpr:  # fmt: skip
-    """The program with what is gathered of parameters as codes, if any is."""
+    """Quantizes gathers of parameters, and their renewals, if asked for."""
     codes = plan.exchange.gather_codes
     if codes is None:
         return jaxpr
@@ -350,7 +309,7 @@ def _in_codes(
 def _reduced_in_codes(
     jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]], specs: AutoLayouts
 ) -> Jaxpr:  # fmt: skip
-    """The program with gradients as codes, if they travel so."""
+    """Quantizes reductions of gradients, if asked for."""
     formats = dict(plan.exchange.reduce_codes)
     if not any(formats.values()):
         return jaxpr

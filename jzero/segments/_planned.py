@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlannedStep`: a step, its plan and its mesh, of which programs are made."""
+"""`PlannedStep`: a step, its plan and its mesh, from which programs are built."""
 
 from __future__ import annotations
 
@@ -17,25 +17,17 @@ from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.targets._links import members
 
 # [Note: 16 bits on CPUs]
-# XLA:CPU sums 16-bit floats of several devices in 32 bits, and the pass that sees to it ends the process
-# ("Invalid binary instruction opcode copy") where a sum is over some axes of the mesh and XLA shards over the
-# others. So none are left to it: such a sum is made for each place along them, of all that they hold
+# XLA:CPU sums 16-bit floats of several devices in 32 bits, and its pass that does so ends the process
+# ("Invalid binary instruction opcode copy") if the sum is over some axes of the mesh while XLA shards over
+# others. So such a sum is replicated over the other axes
 # (test_tensor_axes.py::test_16_bit_sums_beside_an_automatic_axis).
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """A step, its plan and its mesh.
-
-    Attributes:
-      plan: what is decided.
-      analysis: of its jaxpr.
-      mesh: on which it runs; it may be abstract.
-    """
-
     plan: StepPlan
     analysis: Analysis
-    mesh: Mesh
+    mesh: Mesh  # It may be abstract.
 
     @property
     def frame(self) -> Frame:
@@ -44,7 +36,7 @@ class PlannedStep:
     def shard_map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, also: Sequence[str] = ()
     ) -> Callable[..., Any]:
-        """`fn` of one device's values as a function of whole arrays; of its parts `also` over other axes."""
+        """`jax.shard_map` of `fn` over the data axes and the axes `also`."""
         return jax.shard_map(
             in_one_order(fn) if self.overtakes and self.plan.activations else fn,
             mesh=self.mesh,
@@ -56,39 +48,39 @@ class PlannedStep:
 
     @property
     def balance(self) -> float:
-        """Multiplications in the time in which a byte is moved among the devices."""
+        """Multiplications in the time of sending one byte between devices."""
         group = members(self.mesh.shape, [name for name, _ in self.plan.axes])
         return _late_gathers.balance(devices_of(self.mesh), group)
 
     @property
     def alone(self) -> tuple[str, ...]:
         """The mesh axes along which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs]."""
-        # An abstract mesh stands for devices of the default platform, mostly.
+        # An abstract mesh mostly stands for devices of the default platform.
         is_known = isinstance(self.mesh, Mesh)
         on_cpus = _on_cpus(self.mesh) if is_known else jax.default_backend() == "cpu"
         return self.plan.automatic if on_cpus else ()
 
     @property
     def overtakes(self) -> bool:
-        """Whether XLA lets collectives overtake a loop, if residuals leave within a program: on CPUs."""
+        """Whether XLA may run collectives before a loop that sends residuals to the host: on CPUs."""
         return not self.plan.in_parts and _on_cpus(self.mesh)
 
 
 class _AbsentDevice(NamedTuple):
-    """What is asked of a device that an abstract mesh names."""
+    """A device that an abstract mesh names."""
 
     device_kind: str
     process_index: int = 0
 
 
 def devices_of(mesh: Mesh) -> list[Any]:
-    """Its devices; an abstract mesh stands for as many of those it names, or of the default platform."""
+    """The devices of a mesh; for an abstract one, those that it names, or of the default platform."""
     if isinstance(mesh, Mesh):
         return [*mesh.devices.flat]
-    named = mesh.abstract_device  # Else all backends would start, and take the memory of devices.
+    # Any other way would start all backends, which take the devices' memory.
+    named = mesh.abstract_device
     return ([_AbsentDevice(named.device_kind)] if named else jax.devices()[:1]) * mesh.size
 
 
 def _on_cpus(mesh: Mesh) -> bool:
-    """Whether programs for the mesh are XLA:CPU's; of an abstract one nobody knows."""
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")

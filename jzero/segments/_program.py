@@ -43,45 +43,32 @@ from jzero.tracing._returned import find_state, new_state
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
-# JAX's names of the tiers that have another one; of what is no JAX array, where it is stored on the way.
+# JAX's memory kinds for tiers; leaves that are not stored as JAX arrays are created in pinned memory.
 _MEMORY_KINDS = {DEVICE: None, HOST: PINNED, NVME: PINNED}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One step for one set of shapes.
-
-    Attributes:
-      plan: what goes where and runs when.
-      step: what runs it, `(state leaves, argument leaves) -> (state leaves, outputs)`.
-      out_tree: structure of what the step returns; the state's leaves come first.
-      state_shardings: one per leaf of the state.
-      argument_shardings: one per leaf of the other arguments.
-      keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
-      movements: rows of the batch and intermediate values that operations move.
-      whole_arguments: arguments with rows that come whole to every device, which do not divide them.
-      extra_work: what the devices do more than once.
-      state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
-      as_traced: traces the step once more, as it is written.
-      closes_over: values of an outer trace that the step reads and does not take.
-    """
+    """One step for one set of shapes."""
 
     plan: StepPlan
-    step: StepProgram
-    out_tree: Any
+    step: StepProgram  # `(state leaves, argument leaves) -> (state leaves, outputs)`
+    out_tree: Any  # Of the results; the state's leaves come first.
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # Arguments taken for PRNG keys, if the step has collectives of its own.
     movements: tuple[Movement, ...]
-    whole_arguments: tuple[str, ...]
+    whole_arguments: tuple[str, ...]  # Replicated, because the devices do not divide their rows.
     extra_work: tuple[Extra, ...]
-    state: tuple[jax.ShapeDtypeStruct, ...]
-    as_traced: Callable[..., _jaxpr.Traced]
-    closes_over: tuple[Any, ...]
+    state: tuple[
+        jax.ShapeDtypeStruct, ...
+    ]  # Promoted, where the step promotes: [Note: weak types].
+    as_traced: Callable[..., _jaxpr.Traced]  # Traces the step of the whole batch again.
+    closes_over: tuple[Any, ...]  # Tracers of an outer trace that the step reads.
 
     @functools.cached_property
     def as_written(self) -> Callable[..., Any] | None:
-        """The step of the whole batch, to be differentiated (`_derivatives`); None if it is one device's."""
+        """The step of the whole batch, for `_derivatives`; None if it is written for one device."""
         if self.plan.reductions == WRITTEN:
             return None
         whole = [
@@ -94,7 +81,7 @@ class Program:
         return _derivatives.as_written(traced, places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
-        """What a step takes of the host's memory while it runs, for all devices of this process."""
+        """The host memory that a step needs while it runs, for all devices of this process."""
         needs = [*_folds.host_needs(self.step.schedule())]
         if not self.plan.donates:
             needs.append(HostNeed("state", PINNED, self.plan.nbytes_at_rest(tier=PINNED)))
@@ -108,17 +95,10 @@ def build(
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
     stored: Sequence[StoredLeaf | None] = (),
 ) -> Program:  # fmt: skip
-    """Traces the step, plans it, and makes what runs the plan.
+    """Traces the step, plans it, and builds what runs the plan.
 
-    Args:
-      step_fn: the user's step.
-      signature: how it is called.
-      config: stage and mesh.
-      state: its tree of `ShapeDtypeStruct`s.
-      arrays: the same for every other argument, by name.
-      static: the static arguments.
-      shared: with this step's other programs.
-      stored: of an evaluation, how each leaf of the state is stored.
+    `state` and `arrays` are trees of `ShapeDtypeStruct`s. `shared` is for all programs of a step. `stored`
+    says how the leaves are stored that an evaluation reads.
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
@@ -136,7 +116,7 @@ def build(
         _objects.check_kept(trees, others)
         return outs
 
-    @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
+    @functools.wraps(step_fn, updated=())  # So that JAX's errors name the user's function.
     def flat_step(*leaves: Any, promotes: bool = False, reads: bool = True) -> Any:
         if config.evaluates and signature.takes_objects:
             return restored(run, *leaves).changed(leaves[:num_state])
@@ -202,7 +182,7 @@ def build(
 
 
 def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect.Signature:
-    """That of a function of all leaves, `(num, batch_x, ...)`: JAX's errors name them by it."""
+    """The signature of a function of all leaves, `(num, batch_x, ...)`, whose names JAX's errors use."""
     paths = [*_call.leaf_paths(state, root), *_call.argument_paths(arrays)]
     names = dict.fromkeys(["promotes"], "")
     for path in paths:
@@ -214,11 +194,7 @@ def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
-    """Where each leaf is stored, for JAX; of one that is no stored JAX array, where it is on the way there.
-
-    Raises:
-      MeshError: the devices have no such memory.
-    """
+    """The sharding of each leaf as a JAX array; see `_MEMORY_KINDS`."""
     for tier in {leaf.tier for leaf in leaves} - {DEVICE}:
         check_tier(mesh, _MEMORY_KINDS.get(tier, tier))
     return [
@@ -233,10 +209,10 @@ def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
 
 @functools.cache
 def check_tier(mesh: Any, tier: str) -> None:
-    """Refuses a mesh whose devices have no memory of that kind; an abstract one has no devices."""
+    """Refuses a mesh whose devices have no such memory."""
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
         kinds = [memory.kind for memory in device.addressable_memories()]
-        if kinds and tier not in kinds:  # Those of a topology, to compile for, list none.
+        if kinds and tier not in kinds:  # Devices of a topology, to compile for, list none.
             raise MeshError(message(
                 WHO, f"{device} has the memory kinds {kinds}, and not {tier!r}",
                 "Offloaded state is stored in a memory of the devices' host that they can copy from.",

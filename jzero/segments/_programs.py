@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Programs`: those of one step, each built once, and agreed on by all processes before it first runs."""
+"""`Programs`: builds a step's program for each set of shapes, on which all processes agree before it runs."""
 
 from __future__ import annotations
 
@@ -36,19 +36,15 @@ from jzero.tracing._signature import Call, Signature
 from jzero.tracing._state_arguments import StateArguments, parts
 
 WHO = _call.WHO
-_SHOWN = 3  # failures of other readings that a note names
+_SHOWN = 3  # failures that a note lists
 _JAX_KINDS = {HOST: "unpinned_host", NVME: "unpinned_host"}
 
 
 class Programs:
     """The programs of one step.
 
-    Attributes:
-      signature: how the step is called; what its state is, if nobody said so, once a call was read.
-      options: what the user chose.
-      mesh: the mesh they are for; None for whatever is current.
-      evaluates: the step reads its state, and returns none.
-      built: by config, static arguments and shapes, and how the leaves are stored that an evaluation reads.
+    `signature` learns which arguments are the state when a call is traced. `mesh` is None for the current
+    one. An evaluation (`evaluates`) reads its state and returns none.
     """
 
     def __init__(
@@ -58,24 +54,23 @@ class Programs:
         _config.check_mesh(mesh)
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self.evaluates, self._trained_by = mesh, evaluates, trained_by
-        # The state of the last program, or that was placed before, of shapes.
+        # Shapes of the state of the last program, or of one that was placed before any.
         self._trained: Any = None
         self._config: tuple[Any, StepConfig] | None = None
         self.built: dict[Any, Program] = {}
-        # By what is quick to ask of a call; an array and its shape then are two keys of one program.
+        # By a key that is quick to compute; an array and its shape are two keys of one program.
         self._seen: dict[Any, Program] = {}
         self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
         self._shared: Any = weakref.WeakValueDictionary()
-        # Programs that all processes have built alike, by id.
+        # Programs on which all processes have agreed, by id; `built` keeps them alive.
         self._agreed: dict[int, _agreement.Agreement] = {}
-        self._warned: set[str] = set()  # of which causes of extra work
-        self._most_rows = 0  # of a batch
+        self._warned: set[str] = set()  # Causes of extra work.
+        self._most_rows = 0  # Of a batch so far.
 
     def on_mesh(self, mesh: Any) -> Programs:
         return self._with(mesh, self.options)
 
     def with_comm(self, comm: Comm) -> Programs:
-        """Those of the same step with other gathers and reductions."""
         return self._with(self.mesh, dataclasses.replace(self.options, comm=comm))
 
     def _with(self, mesh: Any, options: Options) -> Programs:
@@ -89,13 +84,7 @@ class Programs:
     def to_evaluate(
         self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]
     ) -> Programs:
-        """Those of a function that reads this step's state where it is stored.
-
-        Args:
-          eval_step: the function.
-          signature: how it is called.
-          changed: options that are not as this step has them; none speaks of microbatches or of paths.
-        """
+        """The programs of a function that reads this step's state, with its options but for `changed`."""
         axes = dataclasses.replace(self.options.axes, replicate=None, auto_specs=None)
         options = dataclasses.replace(
             self.options, microbatches=Microbatches(), axes=axes, donate=True, **changed
@@ -104,7 +93,7 @@ class Programs:
 
     @property
     def config(self) -> StepConfig:
-        """What a call would be for now: the same object as before, if the mesh is the same."""
+        """The config of a call made now; the same object as long as the mesh is the same."""
         around = _config.around(self.mesh, self.options.axes.axis_name)
         if self._config is None or self._config[0] != around:
             config = _config.config_of(self.options, self.mesh, self.evaluates)
@@ -113,11 +102,11 @@ class Programs:
 
     @property
     def known_mesh(self) -> Any:
-        """The mesh they are for, or of the last call; None before a call on the current one."""
+        """`mesh`, or that of the last call; None before one."""
         return self.mesh if self._config is None else self._config[1].mesh
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of the step, taken apart, once it is known which arguments are the state."""
+        """Takes a call apart, after finding out which arguments are the state."""
         call = self.signature.bind(args, kwargs)
         if self.evaluates and not self.signature.declared:
             with contextlib.suppress(Elsewhere):
@@ -131,7 +120,7 @@ class Programs:
         return call
 
     def _read_where_trained(self, call: Call) -> None:
-        """Finds what an evaluation reads, if it has the state of the training, or a part of it, not first."""
+        """Finds the arguments of an evaluation that are the training's state, or a part of it."""
         if self._trained_by is None or self._trained_by._trained is None or self.signature.settled:
             return
         trained = self._trained_by._trained
@@ -145,14 +134,10 @@ class Programs:
     def with_state(
         self, who: str, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call, of a state and the arguments beside it in their order.
+        """The arguments of a call with this state and the other arguments.
 
-        Where it is not known yet which are the state, those places are taken from where it is found.
-
-        Raises:
-          StateError: the user said which they are, and it is not of so many.
-          Exception: what the step raises with the state in the place with which it gets furthest, if it has
-            none in any.
+        If the state's place is not known yet, tries all places. If the step fails with each of them, raises
+        the error of the one with which it gets furthest.
         """
         before, failures = self.signature, dict[tuple[str, ...], Exception]()
         if not (before.declared or before.settled or self.evaluates):
@@ -172,7 +157,7 @@ class Programs:
         return before.with_state(before.named(state, who), args, kwargs)
 
     def _furthest(self, failures: Mapping[tuple[str, ...], Exception]) -> Exception:
-        """Of what a step raises by where its state is, what it raises last; the others are its notes."""
+        """The error at the step's last line, with notes of the errors for other places of the state."""
         code = getattr(inspect.unwrap(self._step_fn), "__code__", None)
 
         def reached(names: tuple[str, ...]) -> float:
@@ -180,7 +165,7 @@ class Programs:
             lines = [
                 n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code is code
             ]
-            # What jzero refuses it has read to the end.
+            # jzero refuses only steps that were traced to the end.
             return math.inf if isinstance(error, JzeroError) else max(lines, default=0)
 
         last = max(failures, key=reached)
@@ -200,12 +185,12 @@ class Programs:
         """The program for a call's shapes.
 
         Raises:
-          Elsewhere: other arguments are the state; `signature` says so from now on.
+          Elsewhere: other arguments are the state; `signature` is updated.
         """
         return self._of(call, self.config)
 
     def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
+        """The shapes of a call, in which the number of rows can be changed."""
         call, config = self.bind(args, kwargs), self.config
         plan = self.of(call).plan
         dims, parts = plan.microbatches.dims, [0 for _ in plan.arguments]
@@ -225,7 +210,7 @@ class Programs:
         return config, call.static_key, shapes, self._stored_leaves(call, config)
 
     def _stored_leaves(self, call: Call, config: StepConfig) -> tuple[StoredLeaf | None, ...]:
-        """Of an evaluation, how each leaf of the state is stored: it is read there."""
+        """How each leaf of the state is stored that an evaluation reads."""
         if not self.evaluates:
             return ()
         in_files = self.options.offload.tier == NVME
@@ -253,7 +238,7 @@ class Programs:
             values = tuple([value for _, value in parts(state)])
             self._trained = values if isinstance(state, StateArguments) else state
             self.built[key] = program
-            # A state that a step has returned: [Note: weak types].
+            # A state that the step has returned may be promoted: [Note: weak types].
             later = [*program.state, *leaves[len(program.state) :]]
             self.built.setdefault((*key[:3], _avals_key(later), stored), program)
             new = jax.tree.unflatten(jax.tree.structure(state), program.state)
@@ -262,9 +247,9 @@ class Programs:
         return self.built[key]
 
     def _warn_of(self, program: Program, arrays: Mapping[str, Any]) -> None:
-        """Warns once of each cause for which devices do work twice, or microbatches spare no memory."""
+        """Warns once of each cause of repeated work, and of microbatches that save no memory."""
         rows = max((x.shape[0] for x in jax.tree.leaves(arrays) if x.shape), default=0)
-        # The last batch of an epoch, after larger batches, is one step of many.
+        # A smaller batch than before is the last of an epoch, one step of many.
         is_rest, self._most_rows = rows < self._most_rows, max(rows, self._most_rows)
         for extra in program.extra_work:
             is_new = extra.cause not in self._warned
@@ -278,11 +263,7 @@ class Programs:
             warn(at_once_warning(self.signature.name, program.plan.accumulate, made))
 
     def agreed(self, call: Call, config: StepConfig) -> Program:
-        """The program for a call that is about to run: every process must have built, and call, the same.
-
-        Raises:
-          ProcessError: one has another, or does not come.
-        """
+        """The program for a call that is about to run, after all processes agreed to run the same."""
         program = self._seen.get(self._dispatch_key(call, config))
         if program is None or id(program) not in self._agreed:
             return self._agreed_first(call, config)
@@ -290,16 +271,15 @@ class Programs:
         return program
 
     def agree_again(self, program: Program, config: StepConfig) -> None:
-        """Notes a call of a program that has run before; if the last call was of another, processes meet."""
+        """Records a call of a program that has run before; processes meet if the last call was of another."""
         before = self._agreed[id(program)]
         if before.name and not _agreement.goes_on(config.mesh, before.name):
             _agreement.agree_again(WHO, config.mesh, before)
 
     def _agreed_first(self, call: Call, config: StepConfig) -> Program:
-        """The program for a call that none has run before."""
         failures: list[Exception] = []
         if self.signature.may_change:
-            # Before they compare anything: another process may know where the state is, as it was asked.
+            # Before processes compare anything, because another one may know already where the state is.
             try:
                 self._of(call, config)
             except Elsewhere:
@@ -313,7 +293,7 @@ class Programs:
                     raise failures.pop()
                 program = self._of(call, config)
             except Exception as error:
-                if self._agreed:  # The others may run what they know, and not come.
+                if self._agreed:  # The others may run a known program, and not come.
                     raise
                 failures.append(error)
                 return {"call": [f"failed with {type(error).__name__}: {error}"]}
@@ -330,22 +310,20 @@ class Programs:
         return program
 
     def step_of(self, plans: tuple[LeafPlan, ...]) -> StepProgram | None:
-        """What runs a plan with these leaves, which `layout_of` gave or a program has; None if none does."""
+        """The step of the last program whose plan has these leaves, the same object."""
         found = [x.step for x in self.built.values() if x.plan.leaves is plans]
         return found[-1] if found else None
 
     def layout_of(self, state: Any, config: StepConfig) -> tuple[LeafPlan, ...] | None:
-        """Where the leaves of a state of `ShapeDtypeStruct`s are stored, as the last program for it has them.
-
-        Before there is any, a state that is placed is what evaluations read.
-        """
+        """The plans of a state's leaves (`ShapeDtypeStruct`s) in the last program for it."""
+        # Before there is a program, evaluations read a state that was placed.
         if not self.built:
             self._trained = state
         return self._layouts.get(_state_key(state, config))
 
 
 def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
-    """The program's inputs as shapes with shardings."""
+    """The program's inputs as `ShapeDtypeStruct`s with shardings, all in device memory."""
     arrays = [
         leaf
         for name, value in call.arrays.items()
@@ -363,28 +341,23 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
 
 
 def stored_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
-    """The same, each leaf of the state in the memory in which it is stored.
-
-    Parameters in files are there as if they were in pinned memory, where what is fetched of them comes from.
-    """
+    """`placed_inputs` in the memories where leaves are stored; streamed ones come from pinned memory."""
     state, arrays = placed_inputs(call, program)
     kinds = [
         PINNED if leaf.is_streamed else _JAX_KINDS.get(leaf.tier, leaf.tier)
         for leaf in program.plan.leaves
     ]
-    return _in_memory(state, kinds), _in_memory(arrays, [DEVICE] * len(arrays))
-
-
-def _in_memory(avals: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
-    pairs = zip(avals, kinds, strict=True)
-    return [x.update(sharding=x.sharding.with_memory_kind(kind)) for x, kind in pairs]
+    kinds += [DEVICE] * len(arrays)
+    pairs = zip([*state, *arrays], kinds, strict=True)
+    found = [x.update(sharding=x.sharding.with_memory_kind(kind)) for x, kind in pairs]
+    return found[: len(state)], found[len(state) :]
 
 
 def _with_shardings(
     avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
     return [
-        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
+        # Programs take all values in device memory; offloaded leaves are copied there.
         jax.ShapeDtypeStruct(
             shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
         )
@@ -402,13 +375,9 @@ def _state_key(state: Any, config: StepConfig) -> Any:
 
 
 def _stored_as(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
-    """How a leaf, an array or its shape with a sharding, is stored on a mesh; None if it is not.
+    """How a leaf is stored on a mesh; None if it is not.
 
-    A leaf in host memory has the sharding that it would have on the devices; so has one in files, unless it
-    may be `in_files`.
-
-    Raises:
-      StateError: it is quantized, and stored on another mesh.
+    A leaf in host memory, or in files unless `in_files`, is as if on the devices.
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None

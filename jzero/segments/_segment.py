@@ -24,28 +24,16 @@ Taken = TypeVar("Taken")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A program that runs some of a step's equations; its values are known by their variables.
+    """A program of some of a step's equations, with variables of the step as its arguments and results."""
 
-    Attributes:
-      consumes: what it takes and renews, and nobody reads after it; donated.
-      reads: what else it takes.
-      gives: what it makes for later segments.
-      outs: which outputs of the step it makes, by index.
-      types: the layout of each value that it takes or gives.
-      mesh: on which it runs.
-      run: the program, as a function.
-      jitted: the same, compiled.
-      out_specs: the layouts of what it gives and of its outputs, as JAX spells them.
-    """
-
-    consumes: tuple[Var, ...]
-    reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
-    outs: tuple[int, ...]
-    types: Mapping[Var, ValuePlan]
+    consumes: tuple[Var, ...]  # Arguments that are donated.
+    reads: tuple[Var, ...]  # The other arguments.
+    gives: tuple[Var, ...]  # Results for later segments.
+    outs: tuple[int, ...]  # The step's outputs among the results, by index.
+    types: Mapping[Var, ValuePlan]  # Of consumes, reads and gives.
     mesh: Mesh
     run: SegmentFn
-    jitted: SegmentFn
+    jitted: SegmentFn  # `jax.jit` of `run`.
     out_specs: tuple[list[P], list[P]]
 
     @property
@@ -53,17 +41,15 @@ class Segment:
         return (*self.consumes, *self.reads)
 
     def __call__(self, values: Values, run: SegmentFn) -> dict[int, jax.Array]:
-        """Calls `run` on `values` and adds what it gives to them; returns outputs by index."""
+        """Calls `run` on `values`, to which it adds the results `gives`; returns outputs by index."""
         given, outs = run(*self.taken(values))
         values.update(zip(self.gives, given, strict=True))
         return dict(zip(self.outs, outs, strict=True))
 
     def taken(self, values: Mapping[Var, Taken]) -> tuple[list[Taken], list[Taken]]:
-        """What it takes of these values: to consume, and to read."""
         return [values[var] for var in self.consumes], [values[var] for var in self.reads]
 
     def avals(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-        """Of what it takes, whole and padded."""
         return self.taken({var: self.types[var].aval(self.mesh) for var in self.takes})
 
 
@@ -72,7 +58,7 @@ def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 class Compiled:
-    """The compiled programs of segments; one serves all that are equal, as those of equal layers are."""
+    """The compiled programs of segments, shared by equal ones, such as those of equal layers."""
 
     def __init__(self, share: bool):
         self._share = share
@@ -80,11 +66,10 @@ class Compiled:
         self._of: dict[tuple[tuple[int, ...], tuple[Var, ...]], SegmentFn] = {}
 
     def of(self, segment: Segment, values: Values) -> SegmentFn:
-        """The program of a segment that will take these values."""
         if (key := (segment.outs, segment.gives)) not in self._of:
             text = _rewrite.whole_text(jax.make_jaxpr(segment.run)(*segment.taken(values)))
             shared = self._share and text is not None
-            # The text does not say how arguments and results are grouped.
+            # The text lacks the grouping of arguments and results.
             nums = tuple(map(len, (segment.consumes, segment.reads, segment.gives, segment.outs)))
             equal, own = (text, nums), segment.jitted
             self._of[key] = self._shared.setdefault(equal, own) if shared else own
@@ -92,5 +77,4 @@ class Compiled:
 
     @property
     def num(self) -> int:
-        """How many different ones there are."""
         return len(set(self._of.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SegmentedStep`: a step as several segments, which hand values to each other."""
+"""`SegmentedStep`: a step as several segments, which pass values to each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from jzero.segments._segment import Values
 
 
 class SegmentedStep:
-    """The segments of a step, and the step as one function of them.
+    """The segments of a step: `grad`, the forward-backward program, and `buckets` of the optimizer program.
 
-    Attributes:
-      grad: the forward-backward program.
-      buckets: of the optimizer program, as the plan has them.
-      leaf_of: for each variable of a leaf of the state, its index.
-      plan: with what the forward-backward program says of itself.
-      found: the forward-backward program, as the partitioner has written it.
+    `plan` is completed by `found`, the partitioned forward-backward program. `leaf_of` has the index of each
+    variable that is a leaf of the state.
     """
 
     def __init__(self, builder: Builder):
@@ -33,11 +29,10 @@ class SegmentedStep:
         self.leaf_of = {var: i for i, var in enumerate(self.invars[: len(plan.leaves)])}
 
     def values(self, state: Sequence[Any], arrays: Sequence[Any]) -> Values:
-        """What the segments take of the caller."""
         return dict(zip(self.invars, [*state, *arrays], strict=True))
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """A step on whole arrays, segment after segment; nothing is copied to or from the host."""
+        """A step on global arrays, segment by segment, without copies to or from the host."""
         values = self.values(state, arrays)
         outs: dict[int, jax.Array] = {}
         for segment in (self.grad, *self.buckets):
@@ -45,12 +40,12 @@ class SegmentedStep:
         return self.in_order(outs, state)
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
-        """The trace of `run` as one program: what processes compare before they run it."""
+        """The trace of `run` as one program, which processes compare before they run it."""
         return jax.jit(self.run).trace(state, arrays)
 
     def in_order(
         self, outs: Mapping[int, jax.Array], state: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """New state and outputs; a leaf that no segment made keeps its value."""
+        """The new state and the outputs; a leaf that no segment computes keeps its value."""
         found = [outs[i] if i in outs else state[i] for i in range(self._num_outs)]
         return found[: self._num_new], found[self._num_new :]
