@@ -33,7 +33,7 @@ def takes_slices(eqn, stack):
     """Whether it is a loop that reads of a stack `[iterations, ...]` only each iteration's slice."""
     if not _growing_loop.is_loop(eqn):
         return False
-    stacks = _growing_loop.stacks_of(eqn)
+    stacks = _jaxpr.scan_stacks(eqn)
     others = eqn.invars[: len(eqn.invars) - len(stacks)]
     return stack in variables(stacks) and stack not in variables(others)
 
@@ -171,7 +171,7 @@ def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
     found = Rewritten(fn, w, v, s, num=2).check(exact=True)
     assert found.whole_readers() == []
     (loop,) = found.loops
-    taken = set(_growing_loop.stacks_of(loop))
+    taken = set(_jaxpr.scan_stacks(loop))
     assert taken <= set(found.leaves)
     # Nothing around the loop makes a stack.
     eqns = [e for e in found.new.eqns if e is not loop]
@@ -748,7 +748,7 @@ def test_grad_parts(name):
     else:
         assert told == ""
         forward, backward = found.loops
-        assert set(_growing_loop.stacks_of(forward)) == set(found.leaves)
+        assert set(_jaxpr.scan_stacks(forward)) == set(found.leaves)
         # What it keeps has rows of the batch, or is an element that gathers wait for.
         assert {v.aval.shape[1] for v in _growing_loop.stacks_made(forward)} <= {1, 2}
         assert len(_growing_loop.stacks_made(backward)) - ("layers" in str(how)) <= 5

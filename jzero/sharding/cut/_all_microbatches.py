@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations for all microbatches at once: what is shared is made once, and all else in a loop over them."""
+"""Runs equations of one microbatch for all of them: shared values once, all others in a loop."""
 
 from __future__ import annotations
 
@@ -16,57 +16,44 @@ from jzero.tracing._types import Atom, Eqn, Var
 
 
 class Running(NamedTuple):
-    """A value that each microbatch takes from the one before: a sum.
+    """A carry of the loop over microbatches, such as a sum."""
 
-    Attributes:
-      before: what a microbatch takes.
-      init: what the first one takes.
-      after: what a microbatch makes of it.
-      out: what the last one makes.
-    """
-
-    before: Var
+    before: Var  # In a microbatch.
     init: Atom
-    after: Atom
+    after: Atom  # The next value, in a microbatch.
     out: Var
 
 
 class AllMicrobatches:
-    """A place for equations of one microbatch, where they run for all of them.
+    """Writes equations of the body of `loop`, a loop over microbatches, for all microbatches.
 
-    Of each value of theirs there is one for all, or a stack. What is shared is made when it is first read.
-
-    Attributes:
-      eqns: those that stand there.
-      shared: what is the same for all microbatches, by its name in one.
-      stacks: what is not, `[microbatches, ...]`.
+    `shared` maps variables of the body to values that all microbatches share, which are computed when first
+    read, and `stacks` all others to `[microbatches, ...]`.
     """
 
     def __init__(self, loop: Eqn):
-        """`loop` is the loop over the microbatches that they come from."""
         scan = _jaxpr.scan_parts(loop)
         self._loop, self._body, self._num = loop, scan.body, scan.length
         self._writer = JaxprWriter(loop)
         self.shared: dict[Var, Atom] = {}
         self.stacks: dict[Var, Atom] = {}
-        self._by_iteration: dict[
-            Var, Var
-        ] = {}  # `[iterations, microbatches, ...]`, as loops over layers have them
-        self._makers: dict[Var, Eqn] = {}  # of what is shared
-        self._cheap: dict[Var, Eqn] = {}  # of these, what is made again where it is read
+        # `[iterations, microbatches, ...]`, as loops over layers stack them.
+        self._by_iteration: dict[Var, Var] = {}
+        self._makers: dict[Var, Eqn] = {}  # Equations of shared values.
+        self._cheap: dict[Var, Eqn] = {}  # Those that are recomputed where they are read.
 
     @property
     def eqns(self) -> list[Eqn]:
         return self._writer.eqns
 
     def take(self, outer: Atom, name: Var, shared: bool) -> tuple[Atom, Var]:
-        """What a loop's iteration has of `outer`: one value for all microbatches, or a stack of theirs."""
+        """Names `outer` in a loop's iteration: one value for all microbatches, or their stack."""
         mine = _jaxpr.new_var(name) if shared else _stack_like(name, self._num)
         (self.shared if shared else self.stacks)[name] = mine
         return outer, mine
 
     def local(self, eqns: Iterable[Eqn]) -> list[Eqn]:
-        """Those of the equations whose results differ between microbatches."""
+        """The equations whose results differ between microbatches; notes the others as shared."""
         found = []
         for eqn in eqns:
             if not all(map(self.is_shared, eqn.invars)):
@@ -78,11 +65,10 @@ class AllMicrobatches:
         return found
 
     def is_shared(self, atom: Atom) -> bool:
-        """Whether a value is the same for all microbatches."""
         return _jaxpr.is_literal(atom) or atom in self.shared or atom in self._makers
 
     def whole(self, atom: Atom) -> Atom:
-        """What all microbatches share."""
+        """A shared value."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.shared:
@@ -109,17 +95,14 @@ class AllMicrobatches:
         return self._by_iteration[var]
 
     def new_shared(self, name: Var) -> Var:
-        """A value that all microbatches share, which a loop makes."""
         self.shared[name] = made = _jaxpr.new_var(name)
         return made
 
     def new_stack(self, name: Var) -> Var:
-        """`[microbatches, ...]`, which a loop makes."""
         self.stacks[name] = made = _stack_like(name, self._num)
         return made
 
     def new_by_iteration(self, name: Var) -> Var:
-        """`[iterations, microbatches, ...]`, which a loop makes iteration by iteration."""
         length, *row = name.aval.shape
         self._by_iteration[name] = made = _jaxpr.var_like(name.aval, (length, self._num, *row))
         return made
@@ -135,7 +118,7 @@ class AllMicrobatches:
         self._writer.add(lax.squeeze_p, [rows], [out], dimensions=(0,))
 
     def run(self, eqns: Sequence[Eqn], running: Sequence[Running], made: Sequence[Var]) -> None:
-        """Runs equations for one microbatch after the other; `made` then are stacks."""
+        """Writes a loop over microbatches of these equations; `made` become stacks."""
         if not eqns and not running:
             return
         ends = [*(each.after for each in running), *made]
@@ -155,7 +138,7 @@ class AllMicrobatches:
         self.eqns.append(loop)
 
     def _with_cheap(self, eqns: Sequence[Eqn], ends: Sequence[Atom]) -> list[Eqn]:
-        """The equations, and before them what they read that is made where it is read."""
+        """The equations behind the cheap ones that they need."""
         needed, found = set(variables([*(a for eqn in eqns for a in eqn.invars), *ends])), []
         for eqn in reversed({id(eqn): eqn for eqn in self._cheap.values()}.values()):
             if needed.intersection(eqn.outvars):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over layers do by themselves what stands around them and touches their stacks, slice by slice.
+"""Moves equations around loops over layers into the loops, if they work on the loops' stacks slice by slice.
 
-Then such a loop can be run iteration by iteration, with one slice of each stack `[iterations, ...]` on the
-device. A layer is a device in time: dim 0 of a stack is sharded over the iterations.
+Then a loop can run iteration by iteration, with one slice of each stack `[iterations, ...]` on the device.
 """
 
 from __future__ import annotations
@@ -10,36 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from jzero.ir import _rules
 from jzero.ir._regions import region_of, variables
+from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut import _growing_loop, _over_iterations
-from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
+from jzero.sharding.cut import _over_iterations
+from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source, is_loop, stacks_made
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 def fused(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
-    """`sink`, then `absorb`."""
     return absorb(sink(jaxpr, leaves), leaves)
 
 
 def sink(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
-    """Makes loops slice `leaves` themselves, not what each iteration could derive of these.
+    """Makes loops slice `leaves`, and derive from the slices what they sliced before.
 
-    So it is with casts of a whole tree of parameters, and with what a forward loop passes to its backward
-    loop though it is derived only from parameters; and with what has equal parts, the zeros that sums begin
-    with.
-    Each loop recomputes it, and nothing of it is kept::
+    ::
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
 
-    Inputs and outputs stay what they are, and every element is equal to the bit, as far as the compiler
-    rounds alike in loops and outside: XLA divides by a scalar there, and multiplies by its reciprocal here.
+    It applies to casts of all parameters, to residuals derived only from parameters, and to stacks of equal
+    slices (the zeros with which sums begin). Each loop recomputes them, and none is stored.
+
+    All elements are equal to the bit, if the compiler rounds alike in loops and outside. (XLA divides by a
+    scalar outside, and multiplies by its reciprocal in a loop.)
     """
     leaves, eqns = set(leaves), list(jaxpr.eqns)
-    for eqn in [e for e in eqns if _growing_loop.is_loop(e)]:
+    for eqn in [e for e in eqns if is_loop(e)]:
         derived, roots = _derived(eqns, leaves, _jaxpr.scan_parts(eqn).length)
-        sinking = [v for v in variables(_growing_loop.stacks_of(eqn)) if v in roots]
+        sinking = [v for v in variables(_jaxpr.scan_stacks(eqn)) if v in roots]
         if sinking:
             loop = GrowingLoop(eqn, derived)
             for stack in sinking:
@@ -49,23 +49,24 @@ def sink(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
 
 
 def absorb(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
-    """Loops over stacks of `leaves` take over what reads the stacks that they make, or take.
+    """Makes loops over stacks of `leaves` run the equations that read the stacks that they make, or slice.
 
-    That is what treats the iterations apart (casts, squares), and what reduces them: sums (of which each
-    iteration adds its part), minima, maxima and the like. What needs a result of the whole loop besides a
-    stack, such as a gradient that is clipped by the norm of all, stays outside; so do stacks of a scalar for
-    each iteration::
+    ::
 
         for ...: ys[i] = y                for ...: norm += sum(cast(y) ** 2)
         norm = sum(cast(ys) ** 2)   ->
 
-    Inputs and outputs stay what they are. Sums and products are those of the iterations' sums and products;
-    everything else is equal to the bit, as far as the compiler rounds alike in loops and outside.
+    It applies to equations that treat the iterations apart (casts, squares), and to those that reduce them.
+    What also needs a result of the whole loop, such as a gradient clipped by the norm, stays outside; so do
+    stacks of a scalar for each iteration.
+
+    Reductions become reductions of the iterations' results. All other elements are equal to the bit, if the
+    compiler rounds alike in loops and outside.
     """
     leaves = set(leaves)
     loops = [loop for loop in _loops_over(jaxpr.eqns, leaves) if loop.outvars]
     eqns = list(_slices_apart(jaxpr.eqns, loops))
-    # A loop that grows keeps its results.
+    # By its first result, which identifies a loop while it grows.
     for first in [loop.outvars[0] for loop in loops]:
         (eqn,) = [e for e in eqns if e.outvars and e.outvars[0] is first]
         eqns = _Absorbing(eqns, eqn, leaves, jaxpr.outvars).run()
@@ -79,33 +80,33 @@ class _Absorbing:
         self._loop = GrowingLoop(eqn, self._derived)
         taken = set(self._loop.stacks) & leaves
         self._leaves = leaves | {v for v, found in roots.items() if found}
-        # What follows from stacks of which the loop has slices; it may have to take others for it.
+        # Values derived from stacks that the loop slices; for these it may have to slice others, too.
         self._taken = taken | {v for v, found in roots.items() if found & taken}
         self._later, self._earlier = _following(eqns, eqn.outvars), _before(eqns, eqn.invars)
         self._inside = set(self._loop.made)
 
     def run(self) -> list[Eqn]:
-        """The equations, with the loop as it then is."""
+        """All equations, with those that are worth it moved into the loop."""
         moved = self._worth(self._movable())
         for eqn in moved:
             self._loop.run(eqn)
             if _over_iterations.combines(eqn) is None:
                 for out in eqn.outvars:
-                    self._loop.return_stack(out)  # It is dropped if nobody reads it.
+                    self._loop.return_stack(out)  # `_without_unread` drops it if nobody reads it.
         gone = {id(e) for e in moved}
         left = [e for e in self._eqns if id(e) not in gone and e is not self._eqn]
         gone |= self._return_reduced(left)
         return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
 
     def _movable(self) -> list[Eqn]:
-        """What the loop can do in each iteration."""
+        """The equations that the loop could run in each iteration."""
         movable = []
         for eqn in self._eqns:
             read = variables(eqn.invars)
             if eqn is self._eqn or not any(v in self._inside or v in self._taken for v in read):
                 continue
             if any(out in self._derived for out in eqn.outvars):
-                continue  # It is made where it is read.
+                continue  # It is recomputed where it is read.
             combine = _over_iterations.combines(eqn)
             gives = _over_iterations.stacked(eqn, self._loop.length)
             if combine is not None:
@@ -115,7 +116,7 @@ class _Absorbing:
             if gives is None or not self._known(eqn, gives):
                 continue
             if not self._inside.intersection(read):
-                # What the loop makes of what it takes, it cannot wait for.
+                # The loop cannot run what it depends on.
                 if self._earlier.intersection(eqn.outvars):
                     continue
                 self._later |= _following(self._eqns, eqn.outvars)
@@ -125,7 +126,7 @@ class _Absorbing:
         return movable
 
     def _known(self, eqn: Eqn, gives: Sequence[bool]) -> bool:
-        """Whether all that an equation reads is there in an iteration, and none of it a whole stack."""
+        """Whether an iteration has all operands of an equation, and none of them is a whole stack."""
         for atom, given in zip(eqn.invars, gives, strict=True):
             if _jaxpr.is_literal(atom):
                 continue
@@ -135,7 +136,7 @@ class _Absorbing:
         return True
 
     def _worth(self, movable: Sequence[Eqn]) -> list[Eqn]:
-        """Those that read more than a scalar of each iteration, and what they need of the others."""
+        """The equations that read more than a scalar per iteration, and those that they need."""
         chosen: list[Eqn] = []
         needed: set[Var] = set()
         for eqn in reversed(movable):
@@ -147,9 +148,9 @@ class _Absorbing:
         return chosen[::-1]
 
     def _return_reduced(self, left: Sequence[Eqn]) -> set[int]:
-        """Makes the loop return what reduces an iteration's slice of a stack, where something else reads it.
+        """Makes the loop return reductions of derived stacks that equations outside read.
 
-        Returns the equations that made it, by id.
+        Returns the ids of the equations that it replaces.
         """
         reduced: set[Var] = set()
         read = set(variables(self._outvars))
@@ -157,7 +158,7 @@ class _Absorbing:
             made = [v for v in eqn.outvars if v in self._derived]
             if not made:
                 read.update(variables(eqn.invars))
-            elif _over_iterations.makes_less(eqn) or reduced.intersection(variables(eqn.invars)):
+            elif _rules.costs(eqn, Cost.REDUCTION) or reduced.intersection(variables(eqn.invars)):
                 reduced.update(made)
         gone = set()
         for eqn in left:
@@ -174,16 +175,16 @@ class _Absorbing:
 def _derived(
     eqns: Sequence[Eqn], leaves: set[Var], length: int
 ) -> tuple[dict[Var, Source], dict[Var, frozenset[Var]]]:
-    """What can be made in any loop of so many iterations, and of which stacks of leaves each of it follows.
+    """Values that any loop of `length` iterations can derive, and the stacks of leaves that each needs.
 
-    That is what cheap equations make of the iterations' slices, and what has equal parts.
+    Cheap equations derive them from slices, or from nothing, if all slices are equal.
     """
     stacks = {v for v in leaves if v.aval.shape[:1] == (length,)}
     derived: dict[Var, Source] = {}
     roots = {v: frozenset([v]) for v in stacks}
 
     def found(eqn: Eqn, gives: Sequence[bool]) -> frozenset[Var] | None:
-        """The stacks of leaves that an equation follows from; None if it reads others, or reads one whole."""
+        """The stacks of leaves that an equation derives from; None if it reads others, or a whole one."""
         read: frozenset[Var] = frozenset()
         for atom, given in zip(eqn.invars, gives, strict=True):
             if not _jaxpr.is_literal(atom):
@@ -197,7 +198,7 @@ def _derived(
             for out, source, read in _made_of_slices(eqn, roots):
                 derived[out], roots[out] = source, read
             continue
-        gives = _over_iterations.stacked(eqn, length) if _is_cheap(eqn) else None
+        gives = _over_iterations.stacked(eqn, length) if _over_iterations.is_cheap(eqn) else None
         follows = None if gives is None else found(eqn, gives)
         if follows is not None:
             derived |= dict.fromkeys(eqn.outvars, eqn)
@@ -205,14 +206,10 @@ def _derived(
     return derived, {v: read for v, read in roots.items() if v not in stacks}
 
 
-def _is_cheap(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "iota" or _over_iterations.is_cheap(eqn)
-
-
 def _made_of_slices(
     eqn: Eqn, roots: dict[Var, frozenset[Var]]
 ) -> Iterable[tuple[Var, MadeInLoop, frozenset[Var]]]:
-    """The stacks that a loop makes of slices of leaves alone, by cheap equations."""
+    """The stacks that a loop derives from slices of leaves by cheap equations."""
     scan = _jaxpr.scan_parts(eqn)
     num_before = scan.num_consts + scan.num_carry
     consts = dict(zip(scan.body.invars[: scan.num_consts], eqn.invars, strict=False))
@@ -221,11 +218,11 @@ def _made_of_slices(
     makers: dict[Var, Eqn] = {}
     for inner in scan.body.eqns:
         read = variables(inner.invars)
-        if _is_cheap(inner) and all(v in known or v in consts or v in makers for v in read):
+        is_known = all(v in known or v in consts or v in makers for v in read)
+        if is_known and _over_iterations.is_cheap(inner):
             makers |= dict.fromkeys(inner.outvars, inner)
-    for out, made in zip(
-        scan.body.outvars[scan.num_carry :], eqn.outvars[scan.num_carry :], strict=True
-    ):
+    stacked = zip(scan.body.outvars[scan.num_carry :], stacks_made(eqn), strict=True)
+    for out, made in stacked:
         if _jaxpr.is_literal(out) or out not in makers:
             continue
         used, wanted = [], {out}
@@ -240,24 +237,21 @@ def _made_of_slices(
 
 
 def _loops_over(eqns: Sequence[Eqn], leaves: set[Var]) -> list[Eqn]:
-    """Loops that take slices of leaves, or of what such loops make."""
+    """Loops that slice leaves, or stacks that such loops make."""
     stacks, loops = set(leaves), []
-    for eqn in eqns:
-        if _growing_loop.is_loop(eqn) and stacks.intersection(
-            variables(_growing_loop.stacks_of(eqn))
-        ):
+    for eqn in filter(is_loop, eqns):
+        if stacks.intersection(variables(_jaxpr.scan_stacks(eqn))):
             loops.append(eqn)
-            stacks.update(_growing_loop.stacks_made(eqn))
+            stacks.update(stacks_made(eqn))
     return loops
 
 
 def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
-    """A slice of what a loop makes, along dim 0 and others: along the others first, and then along dim 0.
+    """Splits a slice of a loop's stack in two, along the other dims first and then along dim 0.
 
-    Programs wait for an element of what a loop made, so that they fetch no sooner: all but one dim of it the
-    loop can take by itself.
+    The loop can run the first one. Such slices occur because fetches wait for an element of a loop's result.
     """
-    made = {v for loop in loops for v in _growing_loop.stacks_made(loop)}
+    made = {v for loop in loops for v in stacks_made(loop)}
     for eqn in eqns:
         if eqn.primitive.name != "slice" or eqn.params["strides"] or eqn.invars[0] not in made:
             yield eqn
@@ -277,7 +271,7 @@ def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
 
 
 def _following(eqns: Sequence[Eqn], start: Sequence[Var]) -> set[Var]:
-    """Everything that is computed from `start`, these included."""
+    """All values that depend on `start`, inclusive."""
     found = set(start)
     for eqn in eqns:
         if found.intersection(variables(eqn.invars)):
@@ -286,7 +280,7 @@ def _following(eqns: Sequence[Eqn], start: Sequence[Var]) -> set[Var]:
 
 
 def _before(eqns: Sequence[Eqn], atoms: Iterable[Atom]) -> set[Var]:
-    """Everything that `atoms` are computed from, these included."""
+    """All values on which `atoms` depend, inclusive."""
     found = set(variables(atoms))
     for eqn in reversed(eqns):
         if found.intersection(eqn.outvars):
@@ -305,7 +299,7 @@ def _replaced(eqns: Sequence[Eqn], eqn: Eqn, loop: GrowingLoop, gone: Collection
 
 
 def _in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
-    """The equations, each after those that it needs, else in the order they have."""
+    """The equations in topological order, otherwise as they are."""
     makers = region_of(eqns).makers
     ordered: list[Eqn] = []
     done: set[int] = set()
@@ -329,12 +323,12 @@ def _in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
 
 
 def _without_unread(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
-    """The jaxpr with these equations, less what nobody reads; loops make no stack that nobody reads."""
+    """The jaxpr with these equations, without unread ones and without unread stacks of loops."""
     read, kept = set(variables(jaxpr.outvars)), []
     for eqn in reversed(eqns):
         if not _jaxpr.has_side_effects(eqn) and not read.intersection(eqn.outvars):
             continue
-        if _growing_loop.is_loop(eqn) and not read.issuperset(_growing_loop.stacks_made(eqn)):
+        if is_loop(eqn) and not read.issuperset(stacks_made(eqn)):
             loop = GrowingLoop(eqn, {})
             loop.keep(read)
             (eqn,) = loop.equations()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `scan` that takes over equations around it: its body runs them on what an iteration has of their stacks.
+"""A `scan` to which equations around it are added: its body runs them on an iteration's part of their stacks.
 
-In the body, a stack `[iterations * k, ...]` is `[k, ...]`, dim 0 included: so equations keep their ranks and
-dims.
+The part of a stack `[iterations * k, ...]` is `[k, ...]`, so that equations keep their ranks and dims.
 """
 
 from __future__ import annotations
@@ -19,28 +18,22 @@ from jzero.tracing._types import Atom, Eqn, Var
 
 
 class MadeInLoop(NamedTuple):
-    """How another loop makes a stack out of slices, iteration by iteration.
+    """How another loop computes a stack, slice by slice."""
 
-    Attributes:
-      eqns: of that loop's body.
-      out: the iteration's slice of the stack.
-      slices: the stacks that the equations read slices of, by the names that these have there.
-      consts: what they read whole, likewise.
-    """
-
-    eqns: list[Eqn]
-    out: Atom
-    slices: Mapping[Var, Atom]
-    consts: Mapping[Var, Atom]
+    eqns: list[Eqn]  # Of that loop's body.
+    out: Atom  # The slice of the stack.
+    slices: Mapping[
+        Var, Atom
+    ]  # Stacks whose slices the equations read, by their names in the body.
+    consts: Mapping[Var, Atom]  # The loop constants that they read, likewise.
 
 
 Source = Eqn | MadeInLoop
-# By value, how it follows from others iteration by iteration: it can be made in any loop.
-Derived = Mapping[Var, Source]
+Derived = Mapping[Var, Source]  # Stacks that any loop can compute slice by slice, and how.
 
 
 class GrowingLoop(ScanBuilder):
-    """A loop, to which equations are added; `equations` are those that then stand in its place."""
+    """A loop to which equations are added; `equations` replace it."""
 
     def __init__(self, eqn: Eqn, derived: Derived):
         super().__init__(Scan.of(eqn))
@@ -53,7 +46,7 @@ class GrowingLoop(ScanBuilder):
 
     @property
     def stacks(self) -> list[Var]:
-        """The stacks of which it takes slices."""
+        """The stacks that it slices."""
         return variables(port.stack for port in self.xs)
 
     @property
@@ -62,18 +55,18 @@ class GrowingLoop(ScanBuilder):
 
     @property
     def reads(self) -> list[Var]:
-        """All that must be there when the loop begins."""
+        """All values that the loop reads."""
         eqns = self.equations()
         made = {out for e in eqns for out in e.outvars}
         return [v for v in variables(a for e in eqns for a in e.invars) if v not in made]
 
     def make(self, stack: Var) -> None:
-        """Makes the slices of a derived stack in the body, rather than taking them."""
+        """Derives the slices of a stack in the body instead of slicing it."""
         shape = stack.aval.shape[1:]
         self.sink(stack, lambda row: self.first.reshape(self._rows_of(stack), shape, row))
 
     def run(self, eqn: Eqn) -> None:
-        """Runs an equation in each iteration, on what the loop made or takes."""
+        """Runs an equation in each iteration."""
         combine = _over_iterations.combines(eqn)
         if combine is None:
             self._place(eqn, self.last)
@@ -86,7 +79,7 @@ class GrowingLoop(ScanBuilder):
         self.carries.append(CarryPort(init, before, after, out))
 
     def return_stack(self, stack: Var) -> None:
-        """Makes a stack `[iterations * k, ...]` of what each iteration has of it."""
+        """Returns a stack `[iterations * k, ...]` from the iterations' parts of it."""
         rows, shape = self._rows_of(stack), stack.aval.shape
         if shape[0] == self.length:
             row = self.last.reshape(rows, shape[1:], _jaxpr.var_like(stack.aval, shape[1:]))
@@ -97,7 +90,7 @@ class GrowingLoop(ScanBuilder):
             self.stack(rows, apart)
 
     def keep(self, read: set[Var]) -> None:
-        """Drops what nobody reads of what it makes, and what then is for nothing."""
+        """Drops stacks that are not in `read`, and all that only they needed."""
         self.ys = [port for port in self.ys if port.stack in read]
         wanted = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
         eqns = [*self.first.eqns, *self.eqns, *self.last.eqns]
@@ -108,11 +101,11 @@ class GrowingLoop(ScanBuilder):
         self.xs = [port for port in self.xs if port.row in needed]
 
     def equations(self) -> list[Eqn]:
-        """The loop, and what stands around it."""
+        """The loop, and equations around it."""
         return self.build().equations()
 
     def _rows_of(self, atom: Atom) -> Atom:
-        """`[iterations * k, ...] -> [k, ...]`."""
+        """An iteration's part `[k, ...]` of a stack `[iterations * k, ...]`."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._rows:
@@ -129,7 +122,6 @@ class GrowingLoop(ScanBuilder):
         return self._rows[atom]
 
     def _taken(self, stack: Var) -> Atom:
-        """Slices of a stack that is there when the loop begins."""
         rows = _over_iterations.rows_of(stack.aval, self.length)
         if rows[0] == 1:
             return self._with_dim(self.slice(stack), stack, self.first)
@@ -140,7 +132,7 @@ class GrowingLoop(ScanBuilder):
         return where.reshape(row, shape, _jaxpr.var_like(stack.aval, shape))
 
     def _row(self, atom: Atom) -> Atom:
-        """`[iterations, ...] -> [...]`, of what is there when the loop begins."""
+        """An iteration's slice `[...]` of a stack `[iterations, ...]`."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._derived:
@@ -169,16 +161,10 @@ class GrowingLoop(ScanBuilder):
 
 
 def is_loop(eqn: Eqn) -> bool:
-    """Whether it is a loop of several iterations over stacks."""
+    """Whether it is a `scan` of several iterations."""
     return eqn.primitive.name == "scan" and _jaxpr.scan_parts(eqn).length > 1
 
 
-def stacks_of(eqn: Eqn) -> list[Atom]:
-    """What a loop takes slices of."""
-    scan = _jaxpr.scan_parts(eqn)
-    return eqn.invars[scan.num_consts + scan.num_carry :]
-
-
 def stacks_made(eqn: Eqn) -> Sequence[Var]:
-    """What a loop makes of a slice of each iteration."""
+    """The stacks of slices that a loop returns."""
     return eqn.outvars[_jaxpr.scan_parts(eqn).num_carry :]

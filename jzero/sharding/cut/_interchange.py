@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over microbatches taken apart, so that all microbatches pass a layer before the next layer comes.
+"""Interchanges loops over microbatches and loops over layers.
 
-A loop over microbatches has the layers inside it, once for each microbatch. Here it becomes a loop over
-microbatches inside each layer, so that a layer's parameters are read once for all of them::
+A loop over microbatches runs all layers for each microbatch. Here it becomes a loop over microbatches inside
+each layer, so that a layer's parameters are read once for all of them::
 
     for i in microbatches:                        for w in layers:
         for w in layers:                   ->         w = gather(w)
@@ -35,21 +35,12 @@ WHO = _call.WHO
 def layer_major(
     jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], device_bytes: int
 ) -> Jaxpr:
-    """The jaxpr, with each loop over microbatches that reads leaves as one inside each of its parts.
+    """Moves each loop over microbatches that reads leaves into each part of its body.
 
-    Inputs and outputs stay what they are. Sums over the microbatches are taken in the order in which they
-    were, but for weights of several uses, use by use (`_term_by_term.py`). All other values are equal to the
-    bit, as far as the compiler rounds alike.
-
-    Args:
-      jaxpr: what one device computes, without calls.
-      leaves: inputs that are stored on the host, and the bytes of each on a device.
-      batch: inputs that are of the batch.
-      device_bytes: of leaves that may be on a device; a part has up to half of it, but one equation may need
-        more.
-
-    Raises:
-      OptionError: microbatches do more than compute, or one waits for what follows in the one before.
+    Sums over microbatches keep their order, except for weights with several uses, which are summed use by use
+    (`_term_by_term.py`). All other values are equal to the bit, if the compiler rounds alike. `leaves` are
+    inputs stored on the host, with their bytes on a device, `batch` are batch-sharded inputs. See
+    `_layers.cut` for `device_bytes`.
     """
     jaxpr = without_barriers(jaxpr, leaves, batch)
     follows = param_derived(jaxpr.eqns, leaves, batch)
@@ -65,27 +56,19 @@ def layer_major(
 
 
 class _MicrobatchLoop(NamedTuple):
-    """A loop over microbatches.
-
-    Attributes:
-      eqn: it, and where what it is replaced by stands.
-      consts: what it closes over, by the names of the body.
-      body: of one microbatch, without barriers around what follows from leaves.
-      leaves: inputs of the body that are leaves, and the bytes of each.
-      batch: inputs of the body that are of the batch, or of a microbatch.
-    """
+    """A loop over microbatches."""
 
     eqn: Eqn
-    consts: dict[Var, Atom]
-    body: Jaxpr
-    leaves: dict[Var, int]
-    batch: set[Var]
+    consts: dict[Var, Atom]  # Loop constants, by their names in the body.
+    body: Jaxpr  # Without barriers around values derived from leaves.
+    leaves: dict[Var, int]  # Inputs of the body that are leaves, with their bytes.
+    batch: set[Var]  # Inputs of the body that are of the batch, or of a microbatch.
 
 
 def _reading_leaves(
     eqn: Eqn, follows: Mapping[Var, Eqn], leaves: Mapping[Var, int], batch: Collection[Var]
 ) -> _MicrobatchLoop:
-    """The loop, which makes what is derived only from leaves itself, and closes over these."""
+    """The loop with leaves as constants, in place of values that are derived only from leaves."""
     scan = _jaxpr.scan_parts(eqn)
     assert not scan.body_consts, "jzero traced it: what it closes over are operands"
     pairs = list(zip(eqn.invars, scan.body.invars[: scan.num_consts], strict=False))
@@ -145,13 +128,18 @@ class _LayerMajor:
         self._all = AllMicrobatches(loop.eqn)
         self._all.shared |= loop.consts
         self._all.stacks |= zip(slices, stacks, strict=True)
-        self._running: dict[Var, Running] = {}  # by what a part takes
-        self._taken_over = set[Var]()  # carries that all run on from part to part
+        self._running: dict[Var, Running] = {}  # By the variable that a part reads.
+        self._taken_over = set[Var]()  # Carries that parts update one after the other.
         self._check_carries()
-        self._wanted = read_later(self._reads, [*self._ys, *self._lasts()])
+        # Only the last microbatch returns the other carries.
+        lasts = [
+            x
+            for var, x in zip(self._before, self._after, strict=True)
+            if var not in self._taken_over
+        ]
+        self._wanted = read_later(self._reads, [*self._ys, *lasts])
 
     def equations(self) -> list[Eqn]:
-        """What stands in the place of the loop."""
         for part, read in zip(self._parts, self._wanted, strict=True):
             wanted = read - self._running.keys()
             if isinstance(part, StraightStage):
@@ -164,7 +152,7 @@ class _LayerMajor:
     # -- from one microbatch to the next ---------------------------------------------------------------
 
     def _check_carries(self) -> None:
-        """Finds out which part takes over each carry; what nobody reads needs none."""
+        """Finds the parts that update each carry."""
         bad = []
         for each in map(Running, self._before, self._init, self._after, self._outs):
             if each.after is each.before:
@@ -190,7 +178,7 @@ class _LayerMajor:
                 "where it is read.", "Drop order.", things="values"))  # fmt: skip
 
     def _links(self, whole: Running) -> list[Running]:
-        """What each part does to a value that runs on, one part after the other; [] if one does not."""
+        """The updates of a carry, part by part; [] if a part reads it without updating it."""
         values = [*self._steps.get(whole.before, [])[:-1], whole.after]
         found: list[Running] = []
         before, init = whole.before, whole.init
@@ -205,11 +193,6 @@ class _LayerMajor:
             found.append(Running(before, init, made[-1], out))
             before, init = _jaxpr.variable(made[-1]), out
         return found
-
-    def _lasts(self) -> list[Atom]:
-        """What only the last microbatch passes on."""
-        pairs = zip(self._before, self._after, strict=True)
-        return [after for before, after in pairs if before not in self._taken_over]
 
     def _results(self) -> None:
         every, scan = self._all, _jaxpr.scan_parts(self._eqn)
@@ -264,7 +247,7 @@ class _LayerMajor:
     def _enter(
         self, part: ScannedLayers, inner: AllMicrobatches
     ) -> tuple[list[tuple[Atom, Var]], list[tuple[Running, Var]]]:
-        """What the loop takes, by its names in an iteration; and what runs on through it, and how it ends."""
+        """The operands of the layers' loop by their names in an iteration, and carries with their results."""
         scan, every, (consts, init, xs) = part.parts, self._all, part.operands
         inner.shared |= zip(scan.body.constvars, scan.body.constvars, strict=True)
         names = split(scan.body.invars, scan.num_consts, scan.num_carry)
@@ -297,7 +280,7 @@ class _LayerMajor:
 
 
 def _takes_over(part: StraightStage | ScannedLayers, before: Var, after: Atom) -> bool:
-    """Whether a part that reads a microbatch's carry makes the next one's, in the same iteration."""
+    """Whether a part that reads a carry computes its next value, in the same iteration."""
     if isinstance(part, StraightStage):
         return any(out is after for eqn in part.eqns for out in eqn.outvars)
     consts, init, xs = part.operands

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a jaxpr with parameters stored off the device: stages, scanned layers, outer loops."""
+"""The parts of a program with parameters stored off the device: stages, scanned layers, outer loops."""
 
 from __future__ import annotations
 
@@ -19,38 +19,30 @@ from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Excerpt
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-# How a loop's stack is there: a leaf on the host, a slice for each iteration, or one array on the devices,
-# which may become one that the loop makes; a stack that is made may also be left on the host, or go there
-# slice by slice, an array each.
+# How a loop's stack is stored: as a leaf on the host, as slices, or as one array on the devices, whose memory
+# a stack that the loop makes may take (RENEWED). A stack that it makes may also be written on the host, or
+# sent there slice by slice, an array each.
 LEAF, SLICES, STACK, RENEWED = "leaf", "slices", "stack", "renewed"
 ON_HOST, SENT, UNREAD = "on host", "sent", "unread"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerBody:
-    """An iteration's equations.
+    """An iteration's equations."""
 
-    Attributes:
-      invars: what the loop closes over, its carry, and slices of its stacks.
-      consts: values of the body's own.
-      slices: those of leaves.
-      gathered: what is gathered of them, and of nothing else, in the iteration before; none if nothing is.
-      gathers: `slices -> gathered`, of the slices that it reads.
-      compute: the body's results, of `gathered` and the other inputs.
-    """
-
-    invars: tuple[Var, ...]
-    consts: dict[Var, Any]
-    slices: tuple[Var, ...]
-    gathered: tuple[Var, ...]
-    gathers: Excerpt
-    compute: Excerpt
+    invars: tuple[Var, ...]  # Loop constants, the carry, and slices of stacks.
+    consts: dict[Var, Any]  # Of the body's constvars.
+    slices: tuple[Var, ...]  # Those of leaves.
+    gathered: tuple[
+        Var, ...
+    ]  # Values that the previous iteration gathers from the slices; may be empty.
+    gathers: Excerpt  # `slices -> gathered`
+    compute: Excerpt  # From `gathered` and the other inputs to the body's results.
 
     @classmethod
     def of(
         cls, jaxpr: Jaxpr, consts: Sequence[Any], slices: Sequence[Var], gathered: Sequence[Var]
     ) -> LayerBody:
-        """A body, apart from what makes `gathered`."""
         gathers = _rewrite.excerpt(jaxpr, gathered, effects=False)
         compute = _rewrite.excerpt(jaxpr, jaxpr.outvars, gathered)
         known = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -58,22 +50,19 @@ class LayerBody:
 
     @property
     def used_sharded(self) -> list[int]:
-        """The leaves, by index, that `compute` reads as they are fetched."""
+        """Indices of the leaves that `compute` reads as they are fetched."""
         return [i for i, var in enumerate(self.slices) if var in self.compute.reads]
 
     @property
     def sharded_bytes(self) -> int:
-        """Bytes on a device of leaves that are still there when those of the next iteration are."""
+        """Bytes on a device of leaves that are still in use when those of the next iteration arrive."""
         if not self.gathered:
             return 0
         return sum(_rules.size_in_bytes(self.slices[i].aval) for i in self.used_sharded)
 
 
 def gathered_of(jaxpr: Jaxpr, slices: Sequence[Var]) -> list[Var]:
-    """What a body gathers that follows from `slices`, and from nothing else that it is given.
-
-    Of gathers of gathers, those that other equations read.
-    """
+    """The values that a body gathers from `slices` only; of nested gathers, those that others read."""
     known, found = set(slices), list[Var]()
     for eqn in jaxpr.eqns:
         inner = _by_parts.inside(eqn)
@@ -89,46 +78,29 @@ def gathered_of(jaxpr: Jaxpr, slices: Sequence[Var]) -> list[Var]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StraightStage:
-    """A straight-line stage: some equations as one program.
-
-    Attributes:
-      eqns: in order, with what they recompute.
-      leaves: the leaves that it fetches.
-      reads: its other inputs.
-      outputs: what later parts read, or the step returns.
-      nbytes: of its leaves on a device while it runs: as they are fetched, and gathered.
-      last_uses: inputs that nobody reads afterwards: an output may take their memory.
-    """
+    """A straight-line stage: some equations as one program."""
 
     eqns: tuple[Eqn, ...]
-    leaves: tuple[Var, ...]
-    reads: tuple[Var, ...]
+    leaves: tuple[Var, ...]  # The leaves that it fetches.
+    reads: tuple[Var, ...]  # Its other inputs.
     outputs: tuple[Var, ...]
-    nbytes: int
-    last_uses: frozenset[Var] = frozenset()
+    nbytes: int  # Of its leaves on a device, as they are fetched, and gathered.
+    last_uses: frozenset[Var] = frozenset()  # Inputs that may be donated.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScannedLayers:
-    """A `scan` over layers, each iteration of which is a program.
-
-    Attributes:
-      eqn: the loop.
-      xs: for each stack that it reads, how it is there: LEAF, SLICES, STACK or RENEWED.
-      ys: for each stack that it makes, how it shall be: SLICES, STACK, ON_HOST, SENT or UNREAD.
-      body: what an iteration computes; it gathers for the next one where two iterations' leaves have room.
-      nbytes: of an iteration's leaves on a device: as they are fetched, and gathered.
-      last_uses: of what it begins with, and takes slices of, what nobody reads after that.
-      renewed: for each stack that it makes as STACK, the one that it reads whose memory it takes, or None.
-    """
+    """A `scan` over layers, each iteration of which is a program."""
 
     eqn: Eqn
-    xs: tuple[str, ...]
-    ys: tuple[str, ...]
-    body: LayerBody
-    nbytes: int
-    last_uses: frozenset[Var] = frozenset()
-    renewed: tuple[Var | None, ...] = ()
+    xs: tuple[str, ...]  # For each stack that it slices: LEAF, SLICES, STACK or RENEWED.
+    ys: tuple[str, ...]  # For each stack that it makes: SLICES, STACK, ON_HOST, SENT or UNREAD.
+    body: LayerBody  # It gathers for the next iteration if both iterations' leaves fit.
+    nbytes: int  # Of an iteration's leaves on a device, as they are fetched, and gathered.
+    last_uses: frozenset[Var] = frozenset()  # Initial carries and stacks that may be donated.
+    renewed: tuple[
+        Var | None, ...
+    ] = ()  # For each `ys` of STACK, the RENEWED stack whose memory it takes.
 
     @property
     def eqns(self) -> tuple[Eqn, ...]:
@@ -140,7 +112,7 @@ class ScannedLayers:
 
     @functools.cached_property
     def operands(self) -> list[list[Atom]]:
-        """What it closes over, begins with, and reads slice by slice."""
+        """Loop constants, initial carries, and stacks."""
         return split(self.eqn.invars, self.parts.num_consts, self.parts.num_carry)
 
     @functools.cached_property
@@ -149,50 +121,38 @@ class ScannedLayers:
 
     @functools.cached_property
     def results(self) -> list[list[Var]]:
-        """The last carry, and the stacks that it makes."""
+        """Final carries, and stacks."""
         return split(self.eqn.outvars, self.parts.num_carry)
 
     @functools.cached_property
     def leaves(self) -> tuple[Var, ...]:
-        """The stacks of leaves that it fetches slice by slice."""
         return tuple(map(_jaxpr.variable, self.stacks_as(LEAF)))
 
     def stacks_as(self, kind: str) -> list[Atom]:
-        """The stacks that it reads in one form."""
         return [x for x, k in zip(self.operands[2], self.xs, strict=True) if k == kind]
 
     def made(self, kind: str) -> list[Var]:
-        """The stacks that it makes in one form."""
         return [y for y, k in zip(self.results[1], self.ys, strict=True) if k == kind]
 
     @functools.cached_property
     def leaving(self) -> list[Var]:
-        """The stacks that it makes for the host: whole, then slice by slice."""
+        """The stacks for the host: those written whole, then those sent slice by slice."""
         return [*self.made(ON_HOST), *self.made(SENT)]
 
     @functools.cached_property
     def reads(self) -> tuple[Var, ...]:
-        """The other inputs."""
         return tuple(v for v in variables(self.eqn.invars) if v not in self.leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OuterLoop:
-    """A `scan` or a `while`, each iteration of which runs in parts.
-
-    Attributes:
-      eqn: the loop.
-      loop: its body, opened.
-      parts: of its body.
-      leaves_around: all leaves around the loop.
-      last_uses: of what it begins with, what nobody reads after that.
-    """
+    """A `scan` or a `while`, each iteration of which runs in parts."""
 
     eqn: Eqn
     loop: OpenLoop
     parts: tuple[LayerPart, ...]
-    leaves_around: frozenset[Var]
-    last_uses: frozenset[Var] = frozenset()
+    leaves_around: frozenset[Var]  # All leaves of the program around the loop.
+    last_uses: frozenset[Var] = frozenset()  # Initial carries that may be donated.
 
     @property
     def init(self) -> tuple[Atom, ...]:
@@ -200,17 +160,14 @@ class OuterLoop:
 
     @property
     def leaves(self) -> tuple[Var, ...]:
-        """Leaves that its parts fetch."""
         return tuple(v for v in self.loop.reads if v in self.leaves_around)
 
     @property
     def reads(self) -> tuple[Var, ...]:
-        """The other inputs."""
         return tuple(v for v in self.loop.reads if v not in self.leaves_around)
 
     @property
     def nbytes(self) -> int:
-        """Of the leaves of its largest part."""
         return max(part.nbytes for part in self.parts)
 
 
@@ -218,7 +175,7 @@ LayerPart = StraightStage | ScannedLayers | OuterLoop
 
 
 def fetched(parts: Iterable[LayerPart]) -> Iterator[StraightStage | ScannedLayers]:
-    """All stages and scanned layers, those of outer loops included."""
+    """All stages and scanned layers, also those inside outer loops."""
     for part in parts:
         if isinstance(part, OuterLoop):
             yield from fetched(part.parts)
@@ -227,7 +184,6 @@ def fetched(parts: Iterable[LayerPart]) -> Iterator[StraightStage | ScannedLayer
 
 
 def outer_loops(parts: Iterable[LayerPart]) -> Iterator[OuterLoop]:
-    """All outer loops, those within others included."""
     for part in parts:
         if isinstance(part, OuterLoop):
             yield part
@@ -235,7 +191,7 @@ def outer_loops(parts: Iterable[LayerPart]) -> Iterator[OuterLoop]:
 
 
 def read_later(reads: Sequence[Collection[Var]], outs: Iterable[Atom]) -> list[set[Var]]:
-    """For each part, what the parts after it read, and what is returned; `reads` are those of all parts."""
+    """For each part, the values that later parts read, or that are returned, given all parts' `reads`."""
     found = [set(variables(outs))]
     for read in reversed(reads[1:]):
         found.append(found[-1].union(read))
@@ -243,7 +199,7 @@ def read_later(reads: Sequence[Collection[Var]], outs: Iterable[Atom]) -> list[s
 
 
 def offloaded(parts: Iterable[LayerPart]) -> frozenset[Var]:
-    """Values (of stacks, slices) that are offloaded between the part that makes them and its readers."""
+    """Values, and stacks of slices, that are offloaded between the part that makes them and its readers."""
     found = set[Var]()
     for part in parts:
         if isinstance(part, StraightStage):
@@ -256,9 +212,9 @@ def offloaded(parts: Iterable[LayerPart]) -> frozenset[Var]:
 
 
 def evaluate_parts(parts: Sequence[LayerPart], values: Mapping[Var, Any]) -> dict[Var, Any]:
-    """All that the parts make, as one device computes it: to be read, counted and compared.
+    """Traces the parts on one device as one program, in which outer loops are loops again.
 
-    An outer loop is a loop again. `values` is what they take, leaves and constants included.
+    `values` has all inputs, leaves and constants included.
     """
     env = dict(values)
     for part in parts:
@@ -277,7 +233,7 @@ def read(atoms: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
 
 
 def _run_loop(part: OuterLoop, env: Mapping[Var, Any]) -> list[Any]:
-    """The last carry: each iteration fetches, gathers and computes again what its parts do."""
+    """The final carry of an outer loop."""
     loop = part.loop
 
     def iteration(carry: list[Any]) -> list[Any]:

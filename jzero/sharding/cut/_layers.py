@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of one device's equations for parameters stored off the device: a memory budget at a time.
+"""Cuts one device's equations into parts whose leaves, stored off the device, fit in a memory budget.
 
-A *straight-line stage* is one program of some equations, with the leaves that it reads. *Scanned layers* are
-a `scan` over stacks of leaves, each iteration of which is a program: a layer is a device in time. An *outer
-loop* reads more leaves than the budget allows: each of its iterations runs in parts of its own. What is
-derived only from leaves (a gather, a cast) is recomputed by every stage that reads it, and never passed on.
+A *straight-line stage* is a program of some equations. *Scanned layers* are a `scan` over stacks of leaves,
+each iteration of which is a program. An *outer loop* reads more leaves than the budget allows, so that each
+of its iterations runs in parts. Values derived only from leaves (by a gather, a cast) are recomputed by every
+stage that reads them, and never passed on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jzero.ir import _rules
 from jzero.ir._regions import variables
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut._fused_loops import fused
-from jzero.sharding.cut._growing_loop import stacks_made, stacks_of
+from jzero.sharding.cut._growing_loop import stacks_made
 from jzero.sharding.cut._layer_parts import (
     LEAF,
     ON_HOST,
@@ -49,17 +49,17 @@ def cut(
     jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], to_host: Collection[Var],
     device_bytes: int, nests: Collection[str], inside: bool = False,
 ) -> tuple[LayerPart, ...]:  # fmt: skip
-    """The parts of a jaxpr, in the order in which they run.
+    """The parts of one device's program, in the order in which they run.
 
     Args:
-      jaxpr: what one device computes, without calls.
-      leaves: values that are stored on the host, and the bytes of each on a device.
-      batch: values that are of the batch, or of an iteration.
+      jaxpr: the program, without calls.
+      leaves: values stored on the host, with their bytes on a device.
+      batch: values of the batch, or of an iteration.
       to_host: outputs that go to the host.
-      device_bytes: of leaves that may be on a device; a part has up to half of it, for another is fetched
-        meanwhile, but one equation, or an iteration of a loop, may need more.
-      nests: loops of which kinds may run iteration by iteration, each iteration in parts.
-      inside: it is a loop's body: it takes the carry, which nobody else has.
+      device_bytes: the budget. A part has up to half of it, because the next one is fetched meanwhile, but a
+        single equation or iteration may need more.
+      nests: primitives of loops whose iterations may run in parts.
+      inside: whether it is a loop's body, and so the only reader of its carry.
     """
     whole = fused(without_barriers(jaxpr, leaves, batch), leaves)
     return _LayerCutter(whole, leaves, batch, to_host, device_bytes, nests, inside).parts()
@@ -67,7 +67,7 @@ def cut(
 
 @dataclasses.dataclass
 class _Group:
-    """Equations of a part, the leaves that they fetch, and what goes to the host or comes back."""
+    """Equations of a part, the leaves that they fetch, and the residuals that they send or fetch."""
 
     eqns: list[Eqn] = dataclasses.field(default_factory=list)
     leaves: set[Var] = dataclasses.field(default_factory=set)
@@ -99,7 +99,7 @@ class _LayerCutter:
         }
         read_by_loops.update(v for loop in self._outer_loops.values() for v in loop.reads)
         passed = {*read_by_loops, *variables(jaxpr.outvars)}
-        # What is computed where it is read.
+        # Values that are recomputed where they are read.
         self._recomputed = {
             out: eqn
             for out, eqn in self._derived(with_repeats=True).items()
@@ -108,7 +108,7 @@ class _LayerCutter:
         self._offloaded = _residuals.marks(jaxpr.eqns) - self._recomputed.keys()
 
     def _derived(self, with_repeats: bool) -> dict[Var, Eqn]:
-        """What is derived only from leaves, and, `with_repeats`, what has many elements of a few."""
+        """Values derived only from leaves and, `with_repeats`, those that repeat few elements."""
         derived: dict[Var, Eqn] = {}
         follows, cheap = ParamDerived(self._leaves, self._batch), set[Var]()
         for eqn in self._jaxpr.eqns:
@@ -122,18 +122,17 @@ class _LayerCutter:
         return derived
 
     def _takes_slices(self, eqn: Eqn) -> bool:
-        """Whether a loop takes slices of leaves."""
         if eqn.primitive.name != "scan":
             return False
-        return any(var in self._leaves for var in variables(stacks_of(eqn)))
+        return any(var in self._leaves for var in variables(_jaxpr.scan_stacks(eqn)))
 
     def _outer_loop(self, eqn: Eqn) -> OuterLoop | None:
-        """A loop in parts, if what it reads of leaves has no room on a device, and a part's needs less."""
+        """The loop in parts, if its leaves exceed the budget, and those of its largest part are fewer."""
         if eqn.primitive.name not in self._nests or _moves_memory(eqn):
             return None
         sliced = self._takes_slices(eqn)
         nbytes = self._loop_nbytes(eqn) if sliced else self._nbytes([eqn])
-        # Parts would fetch a stack whole in each iteration: not for want of room for a slice.
+        # Parts would fetch whole stacks in each iteration, which does not help if a slice is too large.
         if nbytes <= self._device_bytes or (sliced and not self._held(eqn)):
             return None
         derived: dict[Var, Eqn | None] = dict.fromkeys(self._leaves)
@@ -161,8 +160,14 @@ class _LayerCutter:
                 at = len(groups)
                 groups += [_Group([eqn], is_loop=True), _Group()]
             else:
-                leaves, last = self._leaves_of(eqn), len(groups) - 1
-                at = self._earliest(eqn, made, groups) if self._moves_up(eqn, leaves) else last
+                reads = {v for a in variables(eqn.invars) for v in self._inputs_of(a)}
+                leaves = {v for v in reads if v in self._leaves}
+                at = last = len(groups) - 1
+                # Updates run as early as they can, so that gradients are reduced where they are made.
+                in_pass = _jaxpr.autodiff_pass(eqn) is not None
+                if not (leaves or in_pass or _jaxpr.has_side_effects(eqn)):
+                    at = max((made[v] for v in reads if v in made), default=0)
+                    at += groups[at].is_loop
                 group = groups[at]
                 has_leaves = leaves and group.leaves
                 full = has_leaves and self._nbytes([*group.eqns, eqn]) > self._device_bytes // 2
@@ -181,37 +186,21 @@ class _LayerCutter:
     def _must_end_stage(
         self, eqn: Eqn, at: int, made: Mapping[Var, int], moved: Collection[Var]
     ) -> bool:
-        """Whether an equation reads what is offloaded, and this stage makes it, or moves enough.
-
-        A stage moves `ON_THEIR_WAY` bytes, and one value more.
-        """
+        """Whether an equation reads a residual that this stage makes, or it would move too many of them."""
         read = self._offloaded.intersection(variables(eqn.invars))
         sizes = [_rules.size_in_bytes(v.aval) for v in {*moved, *read}]
         return any(made.get(v) == at for v in read) or (
             bool(moved) and sum(sizes) > _residuals.ON_THEIR_WAY
         )
 
-    def _moves_up(self, eqn: Eqn, needs: Collection[Var]) -> bool:
-        """Whether an equation runs as early as it can: gradients are reduced where they are made."""
-        return not needs and _jaxpr.autodiff_pass(eqn) is None and not _jaxpr.has_side_effects(eqn)
-
-    def _earliest(self, eqn: Eqn, made: Mapping[Var, int], groups: Sequence[_Group]) -> int:
-        """The first stage in which an equation's operands are there."""
-        reads = {v for a in variables(eqn.invars) for v in self._inputs_of(a)}
-        at = max((made[v] for v in reads if v in made), default=0)
-        return at + groups[at].is_loop
-
     def _inputs_of(self, var: Var) -> set[Var]:
-        """What a value is computed from, where it is read, that must be there."""
+        """The values from which a value is recomputed; itself if it is not."""
         if var not in self._recomputed:
             return {var}
         return {v for a in variables(self._recomputed[var].invars) for v in self._inputs_of(a)}
 
-    def _leaves_of(self, eqn: Eqn) -> set[Var]:
-        return {v for a in variables(eqn.invars) for v in self._inputs_of(a) if v in self._leaves}
-
     def _with_recomputed(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """The equations, and before them what they recompute."""
+        """The equations, each behind those that it recomputes."""
         found: dict[int, Eqn] = {}
 
         def bring(var: Var) -> None:
@@ -228,21 +217,21 @@ class _LayerCutter:
         return [*found.values()]
 
     def _nbytes(self, eqns: Sequence[Eqn]) -> int:
-        """Bytes of leaves that equations have on a device: as they are fetched, and gathered."""
+        """Bytes on a device of the leaves that equations read, as they are fetched, and gathered."""
         everything = self._with_recomputed(eqns)
         fetched = {v for eqn in everything for v in variables(eqn.invars) if v in self._leaves}
         return sum(self._leaves[v] for v in fetched) + gathered_bytes(everything, self._leaves)
 
     def _loop_nbytes(self, eqn: Eqn) -> int:
-        """The same of an iteration of a loop that takes slices of leaves."""
-        scan = _jaxpr.scan_parts(eqn)
-        slices = sum(self._leaves.get(v, 0) // scan.length for v in variables(stacks_of(eqn)))
+        """`_nbytes` of an iteration of a loop that slices leaves."""
+        length, stacks = _jaxpr.scan_parts(eqn).length, variables(_jaxpr.scan_stacks(eqn))
+        slices = sum(self._leaves.get(v, 0) // length for v in stacks)
         held = sum(self._leaves[v] for v in self._held(eqn))
         return slices + held + gathered_bytes([eqn], self._leaves)
 
     def _held(self, eqn: Eqn) -> list[Var]:
-        """Leaves that a loop over stacks reads whole."""
-        whole = eqn.invars[: len(eqn.invars) - len(stacks_of(eqn))]
+        """Leaves that a loop reads whole."""
+        whole = eqn.invars[: len(eqn.invars) - len(_jaxpr.scan_stacks(eqn))]
         return [v for v in variables(whole) if v in self._leaves]
 
     # -- the parts, typed --------------------------------------------------------------------------
@@ -255,7 +244,7 @@ class _LayerCutter:
         outvars = set(variables(self._jaxpr.outvars))
         later = read_later(reads, self._jaxpr.outvars)
         modes = self._modes(groups)
-        # What nobody else has: what parts make, and the carry of a loop around them.
+        # Values that may be donated: those that parts make, and the carry of a loop around them.
         made_here = {out for own in eqns for eqn in own for out in eqn.outvars}
         ours = made_here.union(self._jaxpr.invars if self._inside else ()) - outvars
         parts: list[LayerPart] = []
@@ -273,7 +262,7 @@ class _LayerCutter:
         return tuple(parts)
 
     def _reads(self, eqns: Sequence[Eqn]) -> dict[Var, None]:
-        """What equations read that they do not make, in the order in which they do."""
+        """The inputs of equations, in order."""
         made = {out for eqn in eqns for out in eqn.outvars}
         return {v: None for eqn in eqns for v in self._read_by(eqn) if v not in made}
 
@@ -282,11 +271,11 @@ class _LayerCutter:
         return variables(eqn.invars) if outer is None else outer.loop.reads
 
     def _modes(self, groups: Sequence[_Group]) -> dict[Var, str]:
-        """How each stack that a loop makes shall be: in slices, if only loops read it slice by slice."""
+        """How each stack that a loop makes is stored: as slices, if only loops read it, slice by slice."""
         made, sliced, whole = set[Var](), set[Var](), set[Var]()
         for eqn in (eqn for group in groups for eqn in group.eqns):
             if id(eqn) in self._loops:
-                stacks = stacks_of(eqn)
+                stacks = _jaxpr.scan_stacks(eqn)
                 made.update(stacks_made(eqn))
                 sliced.update(variables(stacks))
                 whole.update(variables(eqn.invars[: len(eqn.invars) - len(stacks)]))
@@ -309,7 +298,7 @@ class _LayerCutter:
             return dataclasses.replace(
                 outer, last_uses=last_uses.difference(outer.loop.reads_each_iteration)
             )
-        xs, known = stacks_of(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
+        xs, known = _jaxpr.scan_stacks(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
         kinds = [STACK if _jaxpr.is_literal(atom) else known.get(atom, STACK) for atom in xs]
         ys = tuple(modes[out] for out in stacks_made(eqn))
         stacks = [y for y, kind in zip(stacks_made(eqn), ys, strict=True) if kind == STACK]
@@ -326,10 +315,10 @@ class _LayerCutter:
         return ScannedLayers(eqn, tuple(kinds), ys, body, nbytes, frozenset(alone), renewed)
 
     def _body(self, eqn: Eqn, kinds: Sequence[str]) -> LayerBody:
-        """What an iteration computes. It gathers for the next one, if there is room for its bytes twice.
+        """An iteration's equations. It gathers for the next one, if both fit in the budget.
 
-        For the iteration's own gathered leaves, those of the next one, and shards of two iterations: of the
-        next one, and of the one after it, on their way.
+        That takes gathered leaves of two iterations, and shards of two iterations: of the next one, and of
+        the one after it, which are being fetched.
         """
         scan = _jaxpr.scan_parts(eqn)
         inputs = scan.body.invars[len(scan.body.invars) - len(kinds) :]
@@ -344,14 +333,11 @@ class _LayerCutter:
         return LayerBody.of(scan.body, scan.body_consts, leaves, [])
 
     def _renewed(self, made: Sequence[Var], free: Sequence[Var]) -> tuple[Var | None, ...]:
-        """For each stack that a loop makes, one of its type that it reads slice by slice.
-
-        An iteration reads its slice of one, and writes its slice of the other in its place.
-        """
+        """For each stack that a loop makes, one of its type that it slices, in whose place it is written."""
         found: list[Var | None] = []
         returned = set(variables(self._jaxpr.outvars))
         for y in made:
-            # A step's outputs have the layouts in which it returns them, and are not each device's own.
+            # A step's outputs are global arrays in their own layouts, unlike values between parts.
             fits = [x for x in free if _alike(x, y)] if self._inside or y not in returned else []
             found.append(fits[0] if fits else None)
             free = [x for x in free if x not in found]
@@ -359,7 +345,7 @@ class _LayerCutter:
 
 
 def _moves_memory(eqn: Eqn) -> bool:
-    """Whether values go to the host, or come back, inside: that is within one program."""
+    """Whether the equation copies between memories, also inside, which must happen within one program."""
     bodies = [_jaxpr.open_jaxpr(inner)[0] for inner in _jaxpr.inner_jaxprs(eqn)]
     return _jaxpr.changes_memory(eqn) or any(_moves_memory(e) for body in bodies for e in body.eqns)
 

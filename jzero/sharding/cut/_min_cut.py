@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest cut of a graph whose vertices have sizes: the largest flow, and where it gets stuck."""
+"""Minimum vertex cuts, by maximum flow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 Vertex = TypeVar("Vertex", bound=Hashable)
-# A vertex is an edge as wide as its size, from where it is entered to where it is left.
+# A vertex becomes an edge of its size, from a node where it is entered to one where it is left.
 ENTERED, LEFT, END = "entered", "left", "end"
-# How much more may flow from one node to another: integers, or any amount.
+# How much more may flow from one node to another.
 Capacity = dict[Hashable, dict[Hashable, float]]
 Path = list[tuple[Hashable, Hashable]]
 
@@ -20,19 +20,13 @@ def min_cut(
     sizes: Mapping[Vertex, float], edges: Iterable[tuple[Vertex, Vertex]], starts: Iterable[Vertex],
     ends: Iterable[Vertex],
 ) -> set[Vertex]:  # fmt: skip
-    """The vertices of least total size that every path from a start to an end passes.
+    """The set of least total size that every path from a start to an end passes.
 
-    Of several such sets the one nearest to the starts. SciPy's `maximum_flow` counts in 32 bits, which a
-    gradient's bytes may not fit.
+    Of equal ones it is the one nearest to the starts. SciPy's `maximum_flow` counts in 32 bits, too few for a
+    gradient's bytes.
 
     >>> sorted(min_cut({"a": 2, "b": 4, "c": 2}, [("a", "b"), ("b", "c")], ["a"], ["c"]))
     ['a']
-
-    Args:
-      sizes: of each vertex, at least 0.
-      edges: pairs of vertices.
-      starts: vertices where paths begin.
-      ends: vertices where paths end.
     """
     cut = MinCut(sizes, edges, ends)
     cut.add(starts)
@@ -40,7 +34,7 @@ def min_cut(
 
 
 class MinCut(Generic[Vertex]):
-    """A smallest cut that grows: starts are added one after the other, as long as it stays small.
+    """A minimum cut to which starts are added, as long as it stays small.
 
     >>> cut = MinCut({"a": 2, "b": 4, "c": 3}, [("a", "c"), ("b", "c")], ["c"])
     >>> cut.add(["a"], most=2), cut.add(["b"], most=2), sorted(cut.found())
@@ -62,11 +56,11 @@ class MinCut(Generic[Vertex]):
         for vertex in ends:
             self._room[LEFT, vertex][END] = math.inf
         self._size: float = 0
-        # Nothing leads from here to the end any more, so no later path comes through.
+        # Nodes from which no more can flow to the end.
         self._closed: set[Hashable] = set()
 
     def add(self, starts: Iterable[Vertex], most: float = math.inf) -> bool:
-        """Cuts paths from these starts, too; False, and nothing is done, if the cut would exceed `most`."""
+        """Adds starts; returns False, and does nothing, if the cut would exceed `most`."""
         pushed: list[tuple[Path, float]] = []
         before, closed = self._size, set(self._closed)
         for start in starts:
@@ -85,12 +79,11 @@ class MinCut(Generic[Vertex]):
         return True
 
     def found(self) -> set[Vertex]:
-        """The cut: of several of one size the one nearest to the starts."""
         inside = self._closed
         return {v for v in self._vertices if (ENTERED, v) in inside and (LEFT, v) not in inside}
 
     def _search(self, start: Hashable) -> dict[Hashable, Hashable]:
-        """Each node to which more can flow from `start`, and from where; not all if the end is one."""
+        """The nodes to which more can flow from `start`, each with its predecessor; stops at the end."""
         came_from: dict[Hashable, Hashable] = {start: None}
         todo = deque([start] if start not in self._closed else [])
         while todo and END not in came_from:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop opened: its body as equations among those around it, one iteration of them."""
+"""Opens loops: one iteration as equations that read the values around the loop by their names there."""
 
 from __future__ import annotations
 
@@ -18,55 +18,44 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenLoop:
-    """A `scan` or a `while` whose body reads what is around the loop by the names that it has there.
+    """A `scan` or `while` whose body reads values around the loop by their names there.
 
-    What is derived only from leaves, each iteration makes for itself. A `scan` is a `while` that is known to
-    end: it carries the iteration's place, and the stacks that it makes, `[iterations, ...]`; it reads whole
-    those of which an iteration takes a slice.
-
-    Attributes:
-      body: an iteration; it takes the carry, and gives the next one.
-      init: the first carry.
-      results: the last carry, as it is known around the loop; None for what is the loop's own.
-      first: equations before the loop, of what it begins with: stacks to write into, copies of leaves.
-      length: how many iterations; None if `goes_on` tells.
-      goes_on: of a `while`, what it asks before each iteration; it takes what it reads of the carry, and
-        around.
-      known: constants that are in the body, by their names there.
+    Each iteration recomputes values derived only from leaves. A `scan` is opened (`_loops.opened`): it has no
+    stacks, but carries the row's index and the stacks that it makes.
     """
 
-    body: Jaxpr
+    body: Jaxpr  # From the carry to the next one.
     init: tuple[Atom, ...]
-    results: tuple[Var | None, ...]
-    first: tuple[Eqn, ...]
-    length: int | None
-    goes_on: Jaxpr | None
-    known: Mapping[Var, Any]
+    results: tuple[
+        Var | None, ...
+    ]  # Final carries by their names around the loop; None for a row's index.
+    first: tuple[
+        Eqn, ...
+    ]  # Equations before the loop, of initial carries: empty stacks, copies of leaves.
+    length: int | None  # None for a `while`.
+    goes_on: Jaxpr | None  # The condition of a `while`; it reads the carry, and values around.
+    known: Mapping[Var, Any]  # Constants of the body.
 
     @property
     def carry(self) -> list[Var]:
-        """As an iteration finds it."""
         return self.body.invars
 
     @property
     def reads(self) -> list[Var]:
-        """What it takes of the values around it: to begin with, and in each iteration."""
+        """The values around the loop that it reads, as initial carries or in iterations."""
         return list(dict.fromkeys([*variables(self.init), *self.reads_each_iteration]))
 
     @property
     def reads_each_iteration(self) -> list[Var]:
-        """What it takes of the values around it, in each iteration."""
         asked = [] if self.goes_on is None else self.goes_on.invars
         return [*_free(self.body), *(v for v in asked if v not in self.carry)]
 
 
 def opened(eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]) -> OpenLoop | None:
-    """The loop opened; None if it is none, or if its condition reads leaves, or it makes stacks of keys.
+    """The opened loop; None if it is no loop, its condition reads leaves, or it makes stacks of keys.
 
-    Args:
-      eqn: in `around`.
-      around: the jaxpr around it.
-      derived: leaves, and what follows from them alone, by the equation that makes it; of a leaf, None.
+    `around` is the jaxpr around it. `derived` has the equations of values derived only from leaves, and None
+    for leaves.
     """
     return _LoopOpener(eqn, around, derived).run()
 
@@ -74,7 +63,7 @@ def opened(eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]) -> OpenLo
 class _LoopOpener:
     def __init__(self, eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]):
         self._eqn, self._around, self._derived = eqn, around, derived
-        self._body = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
+        self._body = JaxprWriter(eqn)  # Its `names` are values that it recomputes from leaves.
 
     def run(self) -> OpenLoop | None:
         name = self._eqn.primitive.name
@@ -123,7 +112,7 @@ class _LoopOpener:
         )
 
     def _copied(self, atoms: Sequence[Atom], writer: JaxprWriter) -> list[Atom]:
-        """The atoms, and of those that are leaves a copy: what a loop carries is none."""
+        """The atoms, with copies of leaves, because a carry must not be a leaf."""
 
         def is_leaf(atom: Atom) -> bool:
             return not _jaxpr.is_literal(atom) and self._derived.get(atom, self._eqn) is None
@@ -137,7 +126,7 @@ class _LoopOpener:
         return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 
     def _inside(self, atom: Atom) -> Atom:
-        """An iteration's name of a value around the loop, recomputed if it is derived only from leaves."""
+        """A value around the loop, recomputed in the iteration if it is derived only from leaves."""
         eqn = None if _jaxpr.is_literal(atom) else self._derived.get(atom)
         if eqn is not None and atom not in self._body.names:
             for each in eqn.invars:
@@ -147,7 +136,7 @@ class _LoopOpener:
 
 
 def _free(jaxpr: Jaxpr) -> list[Var]:
-    """What a jaxpr reads that it neither takes nor makes."""
+    """The free variables of a jaxpr."""
     made = {*jaxpr.invars, *(out for eqn in jaxpr.eqns for out in eqn.outvars)}
     read = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
     return [v for v in variables(read) if v not in made]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an equation does to dim 0 of stacks `[iterations * k, ...]`, which hold one iteration after another.
 
-To a loop over layers, a layer is a device in time: the rules that say which dims stay local to devices say
-what stays local to iterations.
+The rules that say what stays local to devices also say what stays local to iterations.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from jzero.tracing._types import Aval, Eqn, Primitive
 
 
 def stacked(eqn: Eqn, length: int) -> list[bool] | None:
-    """Which operands iteration i of the results' dim 0 reads only at its own i; None if it reads more.
+    """For each operand whether iteration i reads only its own part, or else the whole.
 
-    Others are read whole in each iteration.
+    None if the equation cannot run iteration by iteration.
     """
     inner = _by_parts.inside(eqn)
     if _by_parts.cuts(eqn, 0):
@@ -42,7 +41,7 @@ def _cuts(shape: tuple[int, ...], length: int) -> bool:
 
 
 def _is_of_iterations(eqn: Eqn) -> bool:
-    """Whether an iteration runs it as well on its part: of products, those of each iteration with its own."""
+    """Whether iterations may run it on their parts: a product only if both operands have the batch dim 0."""
     if _rules.costs(eqn, Cost.PRODUCT):
         factor = _rules.factor_to(eqn, 0)
         return factor is not None and None not in factor.ins and not factor.groups
@@ -50,23 +49,18 @@ def _is_of_iterations(eqn: Eqn) -> bool:
 
 
 def is_cheap(eqn: Eqn) -> bool:
-    """Whether it may be done again: it is no product, no collective and no loop."""
-    return _rules.keeps_dims(eqn) and not _jaxpr.has_side_effects(eqn)
-
-
-def makes_less(eqn: Eqn) -> bool:
-    """Whether it reduces dims, whichever these are."""
-    return _rules.costs(eqn, Cost.REDUCTION)
+    """Whether it may be recomputed: it is no product, no collective and no loop."""
+    cheap = eqn.primitive.name == "iota" or _rules.keeps_dims(eqn)
+    return cheap and not _jaxpr.has_side_effects(eqn)
 
 
 def combines(eqn: Eqn) -> Primitive | None:
-    """What puts the iterations' results together, if it reduces dim 0 of all its operands; else None."""
+    """The primitive that combines the iterations' results, if the equation reduces dim 0 of all operands."""
     kind = _reduces(eqn)
     return None if kind is None else _rules.COMBINES[kind]
 
 
 def neutral(eqn: Eqn) -> Any:
-    """What such a reduction has of nothing."""
     kind = _reduces(eqn)
     assert kind is not None
     return _rules.neutral(kind, eqn.outvars[0].aval.dtype)
@@ -77,7 +71,7 @@ def _reduces(eqn: Eqn) -> str | None:
 
 
 def of_iteration(eqn: Eqn, size: int) -> dict[str, Any]:
-    """The equation's parameters where dim 0 of its results is cut to `size`."""
+    """The equation's parameters if dim 0 of its results is cut to `size`."""
     inner = _by_parts.inside(eqn)
     factor = _rules.factor_to(inner, 0)
     whole = eqn.outvars[0].aval.shape[0]
@@ -86,5 +80,5 @@ def of_iteration(eqn: Eqn, size: int) -> dict[str, Any]:
 
 
 def rows_of(aval: Aval, length: int) -> tuple[int, ...]:
-    """`[iterations * k, ...] -> [k, ...]`."""
+    """The shape `[k, ...]` of an iteration's part of a stack `[iterations * k, ...]`."""
     return (aval.shape[0] // length, *aval.shape[1:])

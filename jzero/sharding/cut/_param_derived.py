@@ -13,16 +13,16 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class ParamDerived:
-    """Values derived only from leaves, found equation by equation.
+    """Finds values derived only from leaves and scalars, equation by equation.
 
-    Scalars are allowed, but none of the batch: with one row, the whole model would be derived otherwise.
+    Scalars of the batch do not count: with a batch of one row, the whole model would be derived.
     """
 
     def __init__(self, leaves: Iterable[Var], batch: Iterable[Var]):
         self.found, self.batch = set(leaves), set(batch)
 
     def takes(self, eqn: Eqn) -> bool:
-        """Whether an equation's results are derived; notes them."""
+        """Whether an equation's results are derived; records them."""
         read = variables(eqn.invars)
         if not self.batch.isdisjoint(read):
             self.batch.update(eqn.outvars)
@@ -37,7 +37,7 @@ class ParamDerived:
 
 
 def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Var]) -> Jaxpr:
-    """The jaxpr whose barriers hold nothing derived only from leaves: parts run one after the other."""
+    """The jaxpr without derived values in barriers, which parts that run one after another do not need."""
     follows, same, eqns = ParamDerived(leaves, batch), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(
@@ -65,17 +65,14 @@ def param_derived(
 
 
 def repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
-    """Whether an equation makes many elements of a few."""
+    """Whether an equation repeats few elements, given such values in `cheap`."""
     large = [atom for atom in variables(eqn.invars) if not is_scalar(atom)]
     fits = eqn.primitive.name == "iota" or _rules.is_elementwise(eqn)
     return fits and all(atom in cheap for atom in large)
 
 
 def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
-    """Bytes of leaves that equations gather over the devices; of a loop inside, in an iteration.
-
-    Not those of rows: what a gather reads is derived only from leaves.
-    """
+    """Bytes that equations gather of values derived only from leaves; a loop counts as one iteration."""
     return _gathered(region_of(eqns), leaves)
 
 
@@ -93,7 +90,7 @@ def _gathered(region: Region, leaves: Iterable[Var]) -> int:
                 v for v, a in pairs if not _jaxpr.is_literal(a) and a in follows.found
             )
         elif follows.takes(eqn):
-            moves = _by_parts.inside(eqn)  # Of what is gathered by parts a device has its own.
+            moves = _by_parts.inside(eqn)  # Over Auto axes a device has only its own part.
             if moves.primitive.name == "all_gather":
                 total += _rules.size_in_bytes(moves.outvars[0].aval)
             if moves is not eqn:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a step for offload: forward and backward on the devices, and the optimizer program in subgraphs.
+"""Cuts a step for offload: a forward-backward program, and an optimizer program in independent subgraphs.
 
-The optimizer program is the forward closure of the offloaded leaves: every equation that depends on one of
-them. What depends only on gradients (a global norm, the clipping scale) belongs to the forward-backward
-program. No offloaded leaf feeds the batch (dataflow would make it a parameter), so the optimizer program
-never feeds the forward-backward program. Cheap equations between the two are recomputed where they are read
+The optimizer program consists of all equations that depend on an offloaded leaf. Equations that depend only
+on gradients (a global norm, the clipping scale) belong to the forward-backward program. No offloaded leaf
+feeds the batch (dataflow would make it a parameter), so the optimizer program never feeds the
+forward-backward program. Cheap equations between the two are recomputed where they are read
 (`_transfers.py`).
 
-The optimizer program consists of independent update subgraphs: equations that share a
-non-scalar value that depends on an offloaded leaf, as a parameter's moments and its update do. Where
-subgraphs meet only through scalars (the norm of all updates), the equations after it form subgraphs of a
-later *level*, which run when all of the level before have run.
+An independent update subgraph consists of equations that share a non-scalar value that depends on an
+offloaded leaf, such as those of a parameter's moments and update. Where subgraphs meet only through scalars
+(the norm of all updates), the equations after it form subgraphs of a later *level*, which run after all of
+the level before.
 """
 
 from __future__ import annotations
@@ -26,54 +26,34 @@ from jzero.sharding.cut._transfers import copies, is_scalar
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Var
 
-_SCALARS = -1  # the component of equations on scalars of several others
+_SCALARS = -1  # The component of equations on scalars of several components.
 
 
 @dataclasses.dataclass(frozen=True)
 class Subgraph:
-    """An independent update subgraph: it runs by itself.
+    """An independent update subgraph."""
 
-    Attributes:
-      level: subgraphs of lower levels run before it.
-      eqns: its equations of the root frame, by index; cheap ones may be another's or the forward-backward
-        program's, too.
-      reads: its inputs: leaves, values of the forward-backward program, and of subgraphs of lower levels.
-      gives: its outputs that other subgraphs read.
-      outs: which outputs of the step are its own, by index.
-      leaves: the offloaded leaves that it reads or renews, by index.
-    """
-
-    level: int
-    eqns: tuple[int, ...]
-    reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
-    outs: tuple[int, ...]
-    leaves: tuple[int, ...]
+    level: int  # Subgraphs of lower levels run before it.
+    eqns: tuple[int, ...]  # Indices in the root frame; cheap ones may also be in others.
+    reads: tuple[Var, ...]  # Leaves, values of the forward-backward program, and of lower levels.
+    gives: tuple[Var, ...]  # Outputs for other subgraphs.
+    outs: tuple[int, ...]  # Outputs of the step, by index.
+    leaves: tuple[int, ...]  # Offloaded leaves that it reads or updates, by index.
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerProgram:
-    """What of a step follows from offloaded leaves.
-
-    Attributes:
-      subgraphs: in an order in which they can run.
-      transferred: values of the forward-backward program that subgraphs read.
-      apart: equations that depend on offloaded leaves, and those of subgraphs that the forward-backward
-        program has no use for.
-    """
-
-    subgraphs: tuple[Subgraph, ...]
-    transferred: tuple[Var, ...]
-    apart: frozenset[int] = frozenset()
+    subgraphs: tuple[Subgraph, ...]  # In topological order.
+    transferred: tuple[Var, ...]  # Values of the forward-backward program that subgraphs read.
+    apart: frozenset[int] = frozenset()  # Equations that the forward-backward program leaves out.
 
     @functools.cached_property
     def outs(self) -> frozenset[int]:
-        """Outputs of the step that subgraphs make."""
         return frozenset(index for subgraph in self.subgraphs for index in subgraph.outs)
 
 
 def feeds_forward_backward(frame: Frame) -> set[Var]:
-    """What equations depend on that read the batch: an estimate of the Hessian reads moments, too."""
+    """Values on which equations that read the batch depend; an estimate of the Hessian reads moments, too."""
     feeds: set[Var] = set()
     for eqn in reversed(frame.jaxpr.eqns):
         if any(frame.reads(eqn)) or any(out in feeds for out in eqn.outvars):
@@ -84,13 +64,10 @@ def feeds_forward_backward(frame: Frame) -> set[Var]:
 def cut_update(
     frame: Frame, offloaded: Collection[int], parameters: Collection[int] = ()
 ) -> OptimizerProgram:
-    """Cuts a step in two, for the leaves that are not stored on the devices.
+    """Cuts a step in two. `frame` is the root frame, without calls.
 
-    Args:
-      frame: the root frame, without calls (`_rewrite.flatten_calls`).
-      offloaded: positions of leaves of the state that only the update reads.
-      parameters: positions of others, which the forward-backward program reads; the optimizer program makes
-        all of them.
+    `offloaded` are indices of leaves that only the update reads, `parameters` those of offloaded leaves that
+    the forward-backward program reads; the optimizer program makes all of them.
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     transferred = cutter.transferred()
@@ -100,15 +77,12 @@ def cut_update(
 
 
 def pack(subgraphs: Sequence[Subgraph], sizes: Sequence[int], most: int) -> list[list[Subgraph]]:
-    """Subgraphs that run together, because what they read of offloaded leaves fits in `most` bytes.
+    """Groups subgraphs whose offloaded leaves fit in `most` bytes together; a single one may have more.
 
-    Args:
-      subgraphs: in an order in which they can run.
-      sizes: bytes of every leaf of the state, on each device.
-      most: a pack of one subgraph may have more.
+    `sizes` are bytes of all leaves of the state, on each device.
     """
     packs: list[list[Subgraph]] = []
-    leaves, nbytes = set[int](), 0  # of the last pack
+    leaves, nbytes = set[int](), 0  # Of the last pack.
     for subgraph in subgraphs:
         more = sum(sizes[leaf] for leaf in subgraph.leaves if leaf not in leaves)
         if packs and packs[-1][0].level == subgraph.level and nbytes + more <= most:
@@ -122,20 +96,18 @@ def pack(subgraphs: Sequence[Subgraph], sizes: Sequence[int], most: int) -> list
 
 
 def leaves_of(subgraphs: Sequence[Subgraph]) -> list[int]:
-    """The offloaded leaves that some subgraphs read or renew."""
     return sorted({leaf for subgraph in subgraphs for leaf in subgraph.leaves})
 
 
 def nbytes_of(subgraphs: Sequence[Subgraph], sizes: Sequence[int]) -> int:
-    """Bytes of these leaves."""
     return sum(sizes[leaf] for leaf in leaves_of(subgraphs))
 
 
 class _UpdateCutter:
     """Finds the optimizer program, and the level and component of each of its nodes.
 
-    A node is an equation that depends on an offloaded leaf, by index, or an output of the step that the
-    optimizer program returns: its position behind the equations.
+    A node is the index of an equation that depends on an offloaded leaf, or `len(eqns)` plus the index of an
+    output that the optimizer program returns.
     """
 
     def __init__(self, frame: Frame, offloaded: Collection[int], parameters: Collection[int]):
@@ -144,7 +116,7 @@ class _UpdateCutter:
         invars = frame.jaxpr.invars
         self._leaf_of = {invars[i]: i for i in (*offloaded, *parameters)}
         self._leaves = {*offloaded, *parameters}
-        # Offloaded leaves, and what depends on them.
+        # Offloaded leaves, and all values that depend on them.
         self._update_vars = {invars[i] for i in offloaded}
         self._consts = set(frame.jaxpr.constvars)
         self._dependent: set[int] = set()
@@ -152,7 +124,9 @@ class _UpdateCutter:
             if any(atom in self._update_vars for atom in variables(eqn.invars)):
                 self._dependent.add(index)
                 self._update_vars.update(eqn.outvars)
-        nodes = self._read_by_outputs(sorted(self._dependent))
+        dependent = [self._eqns[i] for i in sorted(self._dependent)]
+        read = set(map(id, _rewrite.behind(dependent, frame.jaxpr.outvars)[0]))
+        nodes = [i for i in sorted(self._dependent) if id(self._eqns[i]) in read]
         self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
             is_leaf = out in offloaded or out in parameters
@@ -172,17 +146,11 @@ class _UpdateCutter:
             for var in self._large(node):
                 self._tied.join(node, var)
 
-    def _read_by_outputs(self, indices: Sequence[int]) -> list[int]:
-        """Those of some equations that an output of the step needs, or that do more than compute."""
-        eqns, outs = [self._eqns[i] for i in indices], self._frame.jaxpr.outvars
-        read = set(map(id, _rewrite.behind(eqns, outs)[0]))
-        return [i for i in indices if id(self._eqns[i]) in read]
-
     def _reads_of(self, atoms: Sequence[Atom]) -> list[Var]:
         return [var for var in variables(atoms) if var not in self._consts]
 
     def _copied(self, nodes: Iterable[int]) -> dict[int, list[Var]]:
-        """The equations that are recomputed for these nodes, in order, and what each reads."""
+        """The equations that are recomputed for these nodes, in order, with their operands."""
         found: dict[int, list[Var]] = {}
         todo = [var for node in nodes for var in self.reads[node]]
         while todo:
@@ -193,13 +161,12 @@ class _UpdateCutter:
         return dict(sorted(found.items()))
 
     def transferred(self) -> tuple[Var, ...]:
-        """What is read of the forward-backward program."""
         elsewhere = {*self._frame.jaxpr.invars, *self._update_vars, *self.copies}
         read = [*self._copied(self.reads).values(), *self.reads.values()]
         return tuple(dict.fromkeys(x for atoms in read for x in atoms if x not in elsewhere))
 
     def apart(self, transferred: Collection[Var]) -> frozenset[int]:
-        """Equations that forward and backward omit: they need offloaded leaves, or are unread there."""
+        """Equations that the forward-backward program leaves out: dependent ones, and unread ones."""
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
         needed.update(transferred)
@@ -215,7 +182,7 @@ class _UpdateCutter:
     # -- subgraphs ----------------------------------------------------------------------------------
 
     def _large(self, node: int) -> list[Var]:
-        """What ties a node to others: values that it reads or makes, but for scalars and gradients."""
+        """Values that tie a node to others: those that it reads or makes, except scalars and gradients."""
         made = self._eqns[node].outvars if node < len(self._eqns) else []
         return [
             v for v in [*self.reads[node], *made] if v in self._update_vars and not is_scalar(v)
@@ -230,7 +197,7 @@ class _UpdateCutter:
             made_by = (makers.get(a, -1) for a in self.reads[node])
             before = {found[i] for i in made_by if i in self.reads}
             others = {component for _, component in before}
-            as_it_is = node >= len(self._eqns) and not before  # a gradient
+            as_it_is = node >= len(self._eqns) and not before  # A gradient.
             if self._large(node) or as_it_is:
                 own = numbers.setdefault(self._tied.of(node), len(numbers))
             else:
@@ -263,7 +230,7 @@ class _UpdateCutter:
 
 
 def _check(frame: Frame, offloaded: Collection[int], update: OptimizerProgram) -> None:
-    """The type of the cut.
+    """Checks the types of the cut.
 
     forward-backward program: (leaves on devices, batch) -> (transferred, outputs)
     subgraph:     (leaves, transferred, values of lower levels) -> (values, outputs)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over microbatches term by term: what each use of a parameter adds is added where it is made.
+"""Reassociates sums over microbatches, so that each term is added where it is computed.
 
-A tied weight's gradient is a sum over its uses. Were it summed up for each microbatch first, the terms of all
-microbatches would wait for the last use::
+A tied weight's gradient is a sum over its uses. If it were summed for each microbatch first, the terms of all
+microbatches would be stored until the last use::
 
     total = total + (a + b)   ->   total = (total + a) + b
 
-So it is with the whole batch, where each use sums over all rows.
+A step of the whole batch sums in that order, too: each use over all rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,16 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class _Term(NamedTuple):
-    """One term of a sum, and the casts between it and the whole of it, the first one first."""
+    """One term of a sum, and the casts from it to the sum, in order."""
 
     atom: Atom
     casts: tuple[Eqn, ...]
 
 
 def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, list[Var]]]:
-    """The body of a loop, with its running sums term by term; those of scalars stay as they are.
+    """A loop's body whose first outputs are the next `carries`, with sums term by term, except scalar ones.
 
-    Args:
-      body: its first outputs are what `carries` become.
-      carries: inputs of it.
-
-    Returns:
-      The body; and for each sum that has several terms, what it is after each of them.
+    Also returns, for each carry with several terms, its value after each of them.
     """
     place = region_of(body.eqns).makers
     makers = {out: body.eqns[i] for out, i in place.items()}

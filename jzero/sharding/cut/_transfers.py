@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forward-backward program transfers to the optimizer program: the fewest bytes that suffice.
+"""Chooses the values that the forward-backward program transfers to the optimizer program: the fewest bytes.
 
-What the optimizer program reads of the forward-backward program may be returned as it is, or recomputed from
-what it was made of: a clipped float32 gradient from the bfloat16 gradient and the norm. Each value that
-crosses is crossed once, however many equations read it, so the best choice is a minimum cut of a graph whose
-vertices are values (`_min_cut.py`). Of equally good cuts it is the one nearest to the reductions: gradients
-cross unscaled, and may do so before anything that depends on all of them (a norm) is known.
+A value that the optimizer program reads may be transferred, or recomputed from other values: a clipped
+float32 gradient from the bfloat16 gradient and the norm. A transferred value counts once, however many
+equations read it, so the best choice is a minimum cut of a graph whose vertices are values (`_min_cut.py`).
+Of equal cuts it is the one nearest to the reductions: gradients are transferred unscaled, before anything
+that depends on all of them (a norm) is known.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from jzero.tracing._types import Atom, Eqn, Var
 
 
 def is_scalar(var: Atom) -> bool:
-    """Whether a value has one element, so that whoever needs it may have it."""
     return var.aval.size <= 1
 
 
 def copies(
     frame: Frame, reads: Iterable[Var], made: Collection[Var], free: Collection[Var] = ()
 ) -> dict[Var, int]:
-    """What the optimizer program computes for itself, whoever else does, and the equation that makes it.
+    """Values that the optimizer program recomputes, each with the index of its equation.
 
-    Leaves that are stored on the devices count as what crosses, unless the optimizer program reads them
-    anyhow. Scalars and constants do not.
+    Leaves on the devices count as transferred, unless the optimizer program reads them anyway. Scalars and
+    constants do not count.
 
     Args:
       frame: the root frame.
-      reads: what the optimizer program cannot do without; leaves of the state among it.
-      made: what only the optimizer program has: offloaded leaves, and what depends on them.
-      free: what is where the update runs, whoever else reads it: parameters on the host.
+      reads: values that the optimizer program reads.
+      made: offloaded leaves, and values that depend on them.
+      free: values that exist where the update runs: parameters on the host.
     """
     known = {*frame.jaxpr.constvars, *made}
     makers = frame.makers
@@ -46,7 +45,7 @@ def copies(
         return [a for a in variables(atoms) if a not in known and not is_scalar(a)]
 
     wanted = large(reads)
-    made_of: dict[Var, list[Var] | None] = {}  # None: it can only cross
+    made_of: dict[Var, list[Var] | None] = {}  # None: it must be transferred.
     todo = list(wanted)
     while todo:
         if (var := todo.pop()) not in made_of:
@@ -68,7 +67,7 @@ def copies(
 
 
 def _can_copy(frame: Frame, eqn: Eqn) -> bool:
-    """Whether an equation is cheap, treats all elements alike or repeats them, and has no device's own."""
+    """Whether an equation is elementwise or repeats elements, and its operands are not device-varying."""
     if len(eqn.outvars) != 1 or any(frame.reads(eqn)) or frame.varies(eqn.outvars[0]):
         return False
     atoms, shape = eqn.invars, eqn.outvars[0].aval.shape
