@@ -123,7 +123,6 @@ class Layout:
 
     @functools.cached_property
     def is_replicated(self) -> bool:
-        """Whether every device has the whole value, without padding."""
         return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 
     def num(self, axes: Collection[str]) -> int:

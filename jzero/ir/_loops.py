@@ -26,8 +26,6 @@ MICROBATCHES = "jzero.microbatches"  # The name scope of loops over microbatches
 
 
 class ConstPort(NamedTuple):
-    """A loop constant, and its name in the body."""
-
     outer: Atom
     inner: Var
 
@@ -53,8 +51,6 @@ class StackPort(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A `lax.scan` taken apart, and equations before and after it."""
-
     eqn: Eqn  # The original loop: its line, its effects, and the constants of its body.
     eqns: tuple[Eqn, ...]  # The body's.
     consts: tuple[ConstPort, ...]
@@ -222,7 +218,6 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, eqns: Sequence[Eqn],
         outs: Sequence[Atom], known: Mapping[Var, Atom],
     ) -> list[Atom]:  # fmt: skip
-        """Writes equations of the iteration `at` an index, and returns their values of `outs`."""
         read = set(variables([*(a for e in eqns for a in e.invars), *outs]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}

@@ -62,7 +62,6 @@ class Region:
 
     @functools.cached_property
     def makers(self) -> dict[Var, int]:
-        """The index of the equation that computes a variable."""
         return {out: i for i, eqn in enumerate(self.jaxpr.eqns) for out in eqn.outvars}
 
     def pass_of(self, eqn: Eqn) -> str | None:
@@ -106,8 +105,6 @@ class EdgeKind(enum.Enum):
 
 
 class Edge(NamedTuple):
-    """A value that becomes another."""
-
     kind: EdgeKind
     source: ValueIn
     target: ValueIn

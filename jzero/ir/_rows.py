@@ -124,7 +124,11 @@ def looped_inputs(program: Region) -> _Inputs:
     start: dict[ValueIn, _Inputs] = {
         (program, var): _Inputs([i]) for i, var in enumerate(inputs) if var.aval.shape
     }
-    found = forward(program, start, _of_dim_0, frozenset.union, _Inputs(), _kept_whole)
+
+    def across(eqn: Eqn, edge: Edge, inputs: _Inputs) -> _Inputs:
+        return _Inputs() if edge.shift or edge.kind is EdgeKind.PREDICATE else inputs
+
+    found = forward(program, start, _of_dim_0, frozenset.union, _Inputs(), across)
     looped = [
         found.get((region, atom), _Inputs())
         for region, eqn in program.walk()
@@ -150,17 +154,11 @@ def _of_dim_0(region: Region, eqn: Eqn, ins: Sequence[_Inputs]) -> Sequence[_Inp
     return [of_result(k) for k in range(len(eqn.outvars))]
 
 
-def _kept_whole(eqn: Eqn, edge: Edge, inputs: _Inputs) -> _Inputs:
-    return _Inputs() if edge.shift or edge.kind is EdgeKind.PREDICATE else inputs
-
-
 def _sliced_by_index(region: Region, eqn: Eqn) -> Sequence[Atom]:
     """The stacks of a `scan`; in a loop, an operand of which each iteration looks up one index."""
     if eqn.primitive.name == "scan":
         return _jaxpr.scan_stacks(eqn)
-    sizes = (
-        eqn.params.get("slice_sizes") if eqn.primitive.name in ("dynamic_slice", "gather") else None
-    )
+    sizes = eqn.params["slice_sizes"] if eqn.primitive.name in ("dynamic_slice", "gather") else ()
     if region.around is None or not sizes or sizes[0] != 1:
         return []
     return eqn.invars[:1] if trip_count(region.around[1]) == _size(eqn.invars[0], 0) else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -222,10 +222,10 @@ def dims_of(eqn: Eqn) -> DimMaps | None:
     return dim_maps(eqn) if keeps_dims(eqn) else None
 
 
-def dim_maps(eqn: Eqn, factors: Iterable[Factor] | None = None) -> DimMaps:
+def dim_maps(eqn: Eqn) -> DimMaps:
     """For each dim of the operands, the dim of the results that it becomes by its factors, or None."""
     found: list[list[int | None]] = [[None] * getattr(a.aval, "ndim", 0) for a in eqn.invars]
-    for factor in factors_of(eqn) if factors is None else factors:
+    for factor in factors_of(eqn):
         for dims, dim in zip(found, factor.ins, strict=True):
             if dim is not None:
                 dims[dim] = factor.outs[0]
@@ -233,12 +233,10 @@ def dim_maps(eqn: Eqn, factors: Iterable[Factor] | None = None) -> DimMaps:
 
 
 def factor_of(eqn: Eqn, place: int, dim: int) -> Factor | None:
-    """The factor of an operand's dim."""
     return next((f for f in factors_of(eqn) if f.ins[place] == dim), None)
 
 
 def factor_to(eqn: Eqn, dim: int) -> Factor | None:
-    """The factor of the result's dim."""
     return next((f for f in factors_of(eqn) if f.outs[0] == dim), None)
 
 
@@ -249,17 +247,14 @@ def linear_in(eqn: Eqn) -> list[range]:
     """The indices of `Rule.linear`."""
     rule = rule_of(eqn)
     linear = () if rule is None else rule.linear
-    return [
-        range(len(eqn.invars))[operands]
-        for operands in (linear(eqn) if callable(linear) else linear)
-    ]
+    sets = linear(eqn) if callable(linear) else linear
+    return [range(len(eqn.invars))[operands] for operands in sets]
 
 
 def stays_partial(eqn: Eqn, partial: Collection[int], zero: Collection[int]) -> bool:
     """Whether the result is a partial sum, if the operands at `partial` are, and those at `zero` are 0."""
-    return any(
-        set(partial) <= set(operands) <= {*partial, *zero} for operands in linear_in(eqn)
-    )  # fmt: skip
+    fits = (set(partial) <= set(operands) <= {*partial, *zero} for operands in linear_in(eqn))
+    return any(fits)
 
 
 def is_float_cast(eqn: Eqn) -> bool:

@@ -50,7 +50,6 @@ def ordered_integers(kind: str, x: jax.Array) -> jax.Array:
 
 
 def from_ordered(kind: str, dtype: DTypeLike, ordered: jax.Array) -> jax.Array:
-    """The inverse of `ordered_integers`."""
     info = jnp.iinfo(ordered.dtype)
     bits = jnp.where(ordered < 0, ordered ^ info.max, ordered)
     x = lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * ordered.dtype.itemsize}"))

@@ -23,8 +23,6 @@ LEAST_SHARE = 0.01  # The time of a step varies by more than that.
 
 
 class Repeated(NamedTuple):
-    """Work on the batch that the devices do more than once."""
-
     operation: str
     where: str  # The user's line, `file.py:12 (train_step)`.
     flops: float  # What a single device would need for it.
@@ -156,8 +154,6 @@ def _by_line(equations: Sequence[_Counted]) -> Mapping[_SameLine, float]:
 
 
 class _Rows:
-    """Which values of a program have a batch dim."""
-
     def __init__(self, program: Region, dims: Sequence[RowDims]):
         self._of_state = {
             var.aval.shape for var, own in zip(program.jaxpr.invars, dims, strict=True) if not own

@@ -38,8 +38,6 @@ from jzero.tracing import _rewrite, _traces
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Builds segments of a step."""
-
     planned: PlannedStep
     shardings: Sequence[NamedSharding]  # Of the state's leaves, as they are stored.
     # Leaves on the devices enter and leave as they are passed between programs: sharded like gradients, with

@@ -22,8 +22,6 @@ _IS_DELETED = operator.methodcaller("is_deleted")
 
 
 class FlatCall(NamedTuple):
-    """A call that is about to run, and its leaves."""
-
     call: Call
     config: StepConfig
     state: list[Any]

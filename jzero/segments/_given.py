@@ -29,8 +29,6 @@ from jzero.tracing._rewrite import Flat
 
 
 class GivenStep(NamedTuple):
-    """Equations for the partitioner."""
-
     jaxpr: Flat  # Of the whole batch; of one device if the step has collectives of its own.
     consts: list[Any]
     specs: Sequence[PartitionSpec]  # Of a whole batch's inputs, over the data axes.

@@ -113,7 +113,6 @@ class Partitioned:
 
 
 def partitioned(planned: PlannedStep) -> Partitioned:
-    """All of a step, partitioned."""
     plan = planned.plan
     time = time_of(plan, planned.mesh.axis_names)
     part = whole_step(plan, planned.analysis, axes_of(plan, time), time)
@@ -166,7 +165,6 @@ def time_of(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
 def _passed(
     program: DeviceProgram, planned: PlannedStep, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
-    """The program after each pass."""
     plan = planned.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = part.leaves(plan)

@@ -67,8 +67,6 @@ class PlannedStep:
 
 
 class _AbsentDevice(NamedTuple):
-    """A device that an abstract mesh names."""
-
     device_kind: str
     process_index: int = 0
 

@@ -49,8 +49,6 @@ _MEMORY_KINDS = {DEVICE: None, HOST: PINNED, NVME: PINNED}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One step for one set of shapes."""
-
     plan: StepPlan
     step: StepProgram  # `(state leaves, argument leaves) -> (state leaves, outputs)`
     out_tree: Any  # Of the results; the state's leaves come first.

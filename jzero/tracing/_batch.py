@@ -16,8 +16,6 @@ from jzero.tracing._signature import Call, Signature
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Shapes of one call of a step."""
-
     signature: Signature
     shapes: Call  # With `ShapeDtypeStruct`s in the place of arrays.
     dims: tuple[int | None, ...]  # For each leaf of the arguments, the sharded dim.
@@ -43,7 +41,6 @@ class Batch:
         return Batch(signature, call._replace(state=state, arrays=arrays), dims, fewest)
 
     def call(self, fn: Callable[..., Any], rows: int) -> Any:
-        """Calls `fn` like the step, with `rows` for each device and microbatch."""
         leaves, tree = jax.tree.flatten(self.shapes.arrays)
         changed = [
             leaf if dim is None else _resized(leaf, dim, leaf.shape[dim] // self.rows * rows)

@@ -126,8 +126,6 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 class BatchSpecs(NamedTuple):
-    """How the arguments beside the state are split."""
-
     specs: tuple[P, ...]  # For each leaf; `P()` replicates it.
     # The data axes that split rows, and count microbatches in: all of them, unless `in_specs` splits several
     # dims of an argument; then those of the first one.
@@ -165,16 +163,17 @@ def batch_specs(
     most = max((leaf.shape[0] for leaf in every if leaf.shape), default=1)
     fewest = max(1, min(most, math.prod(axes[axis] for axis in first) * accumulate))
     found = [
-        _of_rows(leaf, fewest, first) if spec is None else spec
+        _rows_spec(leaf, first, fewest) if spec is None else spec
         for leaf, spec in zip(every, given, strict=True)
     ]
     return BatchSpecs(tuple(found), first)
 
 
-def _of_rows(leaf: Any, fewest: int, axes: tuple[str, ...]) -> P:
-    is_key = is_single_key(leaf.dtype, leaf.shape)
-    has_rows = leaf.shape and leaf.shape[0] >= fewest and not is_key
-    return P(axes if len(axes) > 1 else axes[0]) if has_rows else P()
+def _rows_spec(leaf: Any, axes: tuple[str, ...], fewest: int = 0) -> P:
+    """Dim 0 over `axes`; keys, scalars and leaves with fewer rows are replicated."""
+    if not leaf.shape or leaf.shape[0] < fewest or is_single_key(leaf.dtype, leaf.shape):
+        return P()
+    return P(axes if len(axes) > 1 else axes[0])
 
 
 def _in_order(spec: P, axes: Mapping[str, int]) -> P:
@@ -222,7 +221,7 @@ def argument_specs(
     out: list[P] = []
     bad: list[str] = []
     for path, leaf, given in _with_specs(arrays, specs):
-        spec = _default_spec(leaf, tuple(axes)) if given is None else given
+        spec = _rows_spec(leaf, tuple(axes)) if given is None else given
         bad += _misfits(path, leaf, spec, axes, accumulate)
         out.append(spec)
     if bad:
@@ -232,12 +231,6 @@ def argument_specs(
             "argument with in_specs={'<argument>': jax.P()}.",
         ))  # fmt: skip
     return out
-
-
-def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
-    if not leaf.shape or is_single_key(leaf.dtype, leaf.shape):
-        return P()
-    return P(axes if len(axes) > 1 else axes[0])
 
 
 def _with_specs(

@@ -60,7 +60,6 @@ class Held:
         self, train_step: Callable[..., Any], values: Sequence[Any], args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
-        """Calls the step with `values` for the held arguments, and the arguments of a call."""
         given = self.arguments(args, kwargs) | dict(zip(self.names, values, strict=True))
         return call_by_name(self._parameters, train_step, given)
 

@@ -275,7 +275,6 @@ def scopes(eqn: Eqn) -> list[str]:
 
 
 def with_scope(eqn: Eqn, name: str) -> Eqn:
-    """The equation with `name` as its only scope."""
     stack = source_info_util.new_name_stack(name)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
@@ -289,7 +288,6 @@ def within_scope(eqn: Eqn, *names: str, outer: Eqn | None = None) -> Eqn:
 
 
 def users_scopes(eqn: Eqn) -> list[str]:
-    """Like `scopes`, without transforms."""
     stack = eqn.source_info.name_stack.stack
     found = [entry for entry in stack if not isinstance(entry, internal_source_info.Transform)]
     return [entry.name for entry in found]
@@ -410,7 +408,6 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
 
 
 def evaluate_one(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation, at its own line and scopes."""
     with source_of(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(eqn.params)))
     return list(out) if eqn.primitive.multiple_results else [out]

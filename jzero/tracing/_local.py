@@ -345,10 +345,6 @@ def _marked(x: Any, dim: int | None, enters: bool = True) -> Any:
     return _marked_rows.bind(x, dim=dim, vmapped=(), enters=enters)
 
 
-def _transposed_mark(ct: Any, x: Any, *, enters: bool, **dims: Any) -> list[Any]:
-    return [_marked_rows.bind(ct, enters=not enters, **dims)]
-
-
 def _batched_mark(
     args: Any, at: Any, *, dim: int | None, vmapped: tuple[int, ...], enters: bool
 ) -> tuple[Any, Any]:
@@ -359,6 +355,8 @@ def _batched_mark(
 
 _marked_rows.def_impl(lambda x, **_: x)
 _marked_rows.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_marked_rows, _transposed_mark)
+ad.deflinear2(
+    _marked_rows, lambda ct, x, enters, **dims: [_marked_rows.bind(ct, enters=not enters, **dims)]
+)
 batching.primitive_batchers[_marked_rows] = _batched_mark
 mlir.register_lowering(_marked_rows, lambda ctx, x, **_: [x])

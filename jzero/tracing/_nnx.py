@@ -99,7 +99,11 @@ def from_nnx(
                 "A step leaves its objects in the structure and mode in which it finds them.",
                 "Create variables when the model is built; call model.train() or model.eval() before "
                 "from_nnx, so that each step begins as the one before it ends.", "things"))  # fmt: skip
-        _check_result(result)
+        if bad := listed(result, "result"):
+            raise StepError(message(
+                WHO, bad, "Objects are in the state, and what a step returns beside it are arrays.",
+                "Return what you want to read of it: nnx.state(model), or an array.",
+                "results"))  # fmt: skip
         return new_state, result
 
     step_fn.__name__ = getattr(train_step, "__name__", "train_step")
@@ -128,11 +132,3 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             WHO, bad, "What a step changes in an NNX object is kept in the state only, and would be lost.",
             f"Pass it to from_nnx: from_nnx(train_step, model, ..., {names[0]}={names[0]}).",
             "arguments"))  # fmt: skip
-
-
-def _check_result(result: Any) -> None:
-    bad = listed(result, "result")
-    if bad:
-        raise StepError(message(
-            WHO, bad, "Objects are in the state, and what a step returns beside it are arrays.",
-            "Return what you want to read of it: nnx.state(model), or an array.", "results"))  # fmt: skip

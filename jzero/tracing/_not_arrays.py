@@ -62,7 +62,6 @@ def is_of_another_package(leaf: Any) -> bool:
 
 
 def edits(leaves: Iterable[Any], in_state: bool) -> str:
-    """Advice for leaves that are no arrays, once for each kind."""
     return " ".join(dict.fromkeys(_edit(leaf, in_state) for leaf in leaves))
 
 

@@ -122,7 +122,14 @@ class Graph(NamedTuple):
         graphdef, flat = nnx.flatten((objects, returned), ref_index=inner, ref_outer_index=outer)
         new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat if path[0] == 0])
         if any(path[0] == 1 for path, _ in flat):
-            self._refuse_made(who, outs, same_leaves(new, state))
+            leaves, olds = jax.tree.leaves(new), jax.tree.leaves(state)
+            if len(leaves) == len(olds) and all(map(operator.is_, leaves, olds)):
+                raise AsPytrees
+            raise StepError(message(
+                who, listed(outs, "result"),
+                "A step changes the objects passed to it, or returns others, which are its state as pytrees.",
+                f"Update those passed to it: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
+                "the new one.", "results"))  # fmt: skip
         structure: Any = jax.tree.structure(new)
         if structure != jax.tree.structure(state):
             before = nnx.merge(self.graphdef, state, copy=True)
@@ -136,20 +143,6 @@ class Graph(NamedTuple):
         changes = moved or returned or plain or nnx.graphdef(objects) != self.graphdef
         result = jax.tree.unflatten(tree, placed)
         return Mutated(new, result, graphdef if changes else None)
-
-    def _refuse_made(self, who: str, outs: Any, is_same: bool) -> None:
-        if is_same:
-            raise AsPytrees
-        raise StepError(message(
-            who, listed(outs, "result"),
-            "A step changes the objects passed to it, or returns others, which are its state as pytrees.",
-            f"Update those passed to it: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
-            "the new one.", "results"))  # fmt: skip
-
-
-def same_leaves(new: Any, old: Any) -> bool:
-    leaves, others = jax.tree.leaves(new), jax.tree.leaves(old)
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 class Objects:
@@ -255,7 +248,6 @@ class Born:
         self._whole: Callable[[Any], Any] = lambda state: state
 
     def state(self, made: Any) -> Any:
-        """The arrays of what the function has created."""
         arrays, static = apart_modules(made)
         if static is not None:
             self._whole = static.whole

@@ -23,8 +23,6 @@ _END = re.compile(r"^  in \((?P<outs>[^()]*)\) \}\Z", re.MULTILINE)
 
 
 class Note(NamedTuple):
-    """The name of an argument or result, and its layout on the devices."""
-
     name: str
     layout: str = ""
 

@@ -38,7 +38,6 @@ class Returned:
         return cls(list(nodes), *aux)
 
     def as_given(self) -> Any:
-        """The results in the structure in which the step returned them."""
         outs = list(self.nodes)
         for i, node in zip(self.places, self.nodes, strict=True):
             outs[i] = node

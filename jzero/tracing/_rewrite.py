@@ -218,8 +218,6 @@ def behind(
 
 
 class DeviceBody(NamedTuple):
-    """The body of a `jax.shard_map`ped function, with device indices as further inputs."""
-
     jaxpr: Jaxpr  # `axis_index` is left only inside loops and branches.
     used: set[int]  # Indices of the function's arguments that something reads.
     axes: list[str]  # The mesh axes of the index inputs, which follow the others.

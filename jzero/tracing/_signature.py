@@ -45,7 +45,6 @@ class Call(NamedTuple):
         return as_given(self.result(outs))
 
     def result(self, outs: Any) -> Any:
-        """The results of a function that was called like the step, without changes of objects."""
         if isinstance(outs, _objects.Mutated):
             return outs.result
         return outs.as_given() if isinstance(outs, _modules.Filtered) else outs
@@ -247,7 +246,6 @@ class Signature:
         return state, sorted(arrays), static  # as JAX sorts dicts
 
     def _refused(self, keywords: Sequence[str], error: TypeError) -> StepError:
-        """The error for a call that does not fit the parameters."""
         parameters = list(self.parameters.parameters.values())
         bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
         takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -307,7 +305,6 @@ class Signature:
     def with_state(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call with this state and the other arguments."""
         waiting = dict(zip(self.state_names, [value for _, value in parts(state)], strict=True))
         at = {_place(self.parameters, name): name for name in waiting}
         placed, others = list[Any](), list(args)

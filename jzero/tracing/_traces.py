@@ -57,7 +57,6 @@ def trace(
 def trace_on(
     mesh: Any, fn: Callable[..., Any], args: Sequence[Any], axes: Collection[str]
 ) -> Traced:
-    """`trace` for a given mesh."""
     traced: list[Traced] = []
 
     def body(*local_args: Any) -> tuple[()]:

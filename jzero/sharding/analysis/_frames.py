@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: regions of a step that know over which mesh axes their values are device-varying.
-
-The other analyses read them: which dims are sharded together (`_linked_dims.py`), which inputs flow into
-compute that differs between devices (`_feeds.py`), what is offloaded for a backward pass (`_residuals.py`).
-"""
+"""Frames: regions of a step that know over which mesh axes their values are device-varying."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 Item = TypeVar("Item")
-Varying = frozenset[str]  # the mesh axes over which a value differs between devices
+Varying = frozenset[str]  # The mesh axes over which a value differs between devices.
 NOWHERE: Varying = frozenset()
 
-# The result is the same on all devices of the axes it names.
+# Collectives whose result is the same on all devices of their axes.
 REDUCTIONS = frozenset({"psum", "psum_invariant"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 AGREEING = REDUCTIONS | GATHERS | {"pmax", "pmin"}
-# The result differs between devices of the axes it names.
+# Collectives whose result differs between devices of their axes.
 SPREADING = frozenset(
     {"axis_index", "ppermute", "pshuffle", "all_to_all", "reduce_scatter", "psum_scatter"}
 )
@@ -38,18 +34,15 @@ COLLECTIVES = AGREEING | SPREADING
 
 @dataclasses.dataclass(eq=False)
 class Frame(Region):
-    """A region, and facts about its variables."""
-
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
 
     def of(self, jaxpr: Jaxpr) -> Frame:
-        """The frame of another jaxpr with some of its equations, about which the facts stay."""
+        """The frame of another jaxpr, which has some of its equations."""
         found = dataclasses.replace(self, jaxpr=jaxpr)
         found._inner.update(self._inner)
         return found
 
     def varies(self, atom: Atom) -> Varying:
-        """The axes over which `atom` differs between devices."""
         return NOWHERE if _jaxpr.is_literal(atom) else self.varying.get(atom, NOWHERE)
 
     def reads(self, eqn: Eqn) -> list[Varying]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linked dims: which dims are sharded together, because an operation lines them up.
+"""Linked dims: classes of dims that are sharded together, because operations line them up.
 
-The dims of a parameter, its gradient and its moments form one class, and sharding a class shards all of them
-the same way. Optimizer state finds its parameter so, and a gradient its layout, without names. Classes are
-components of (frame, variable, dim), for values that are replicated over the data axes. Union-find needs no
-fixed point in loops.
+The dims of a parameter, its gradient and its moments form one class, which is sharded as a whole. So
+optimizer state finds its parameter, and a gradient its layout, without names. Classes are components of
+(frame, variable, dim), for values that are replicated over the data axes. Union-find needs no fixed point in
+loops.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ DimKey = tuple[Region, Atom, int]
 
 
 class Links:
-    """Classes of dims that are sharded together, and the ones that must not be sharded."""
-
     def __init__(self, root: Frame, num_shards: int):
         self.num_shards = num_shards
         self._looped = set[DimKey]()
@@ -39,9 +37,9 @@ class Links:
         return frozenset(map(self._classes.of, self._looped))
 
     def link_returned(self, frame: Frame, num: int) -> None:
-        """Links each leaf of the state, which come first, with its new value, which is stored alike.
+        """Links each of the `num` leaves of the state with its new value, which has the same layout.
 
-        So masters are linked with their parameters, which their update need not read.
+        This links masters with their parameters, which an update need not read.
         """
         jaxpr = frame.jaxpr
         for old, new in zip(jaxpr.invars[:num], jaxpr.outvars[:num], strict=True):
@@ -49,13 +47,13 @@ class Links:
                 self._classes.join(a, b)
 
     def shard(self, frame: Frame, var: Var, dim: int, leaf: str) -> None:
-        """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
+        """Declares that the class of this dim is sharded, for `leaf`; earlier declarations rank higher."""
         root = self._classes.of((frame, var, dim))
         self._sharded.setdefault((root, self._uneven(var.aval.shape[dim])), len(self._sharded))
         self._leaf.setdefault(root, leaf)
 
     def name(self, frame: Frame, var: Var, leaf: str) -> None:
-        """Declares that `var` is a replicated `leaf`, for the name of its gradient's reduction."""
+        """Declares that `var` is a replicated `leaf`, to name its gradient's reduction."""
         for root in self._roots(frame, var):
             self._replicated_leaf.setdefault(root, leaf)
 
@@ -63,8 +61,8 @@ class Links:
         return [self._classes.of((frame, var, dim)) for dim in range(len(var.aval.shape))]
 
     def _uneven(self, size: int) -> int:
-        # Shards line up if the devices divide both dims, or if both have the same size, and so the same
-        # padding. A reshape links dims of other sizes.
+        # A reshape links dims of different sizes. Their shards line up if the devices divide both; padded
+        # dims must have the same size.
         return size if size % self.num_shards else 0
 
     def leaf_of(self, frame: Frame, var: Var) -> str:
@@ -74,11 +72,11 @@ class Links:
         return next((name for name in names if name is not None), "")
 
     def looped_dims(self, frame: Frame, var: Var) -> set[int]:
-        """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""
+        """Dims of `var` that a scan slices; if they were sharded, each slice would gather the stack."""
         return {d for d, key in enumerate(self._roots(frame, var)) if key in self._looped_classes}
 
     def sharded_dim(self, frame: Frame, atom: Atom) -> int | None:
-        """The dim along which `atom` is sharded if it is sharded at all."""
+        """The dim along which `atom` is sharded, if it is."""
         if _jaxpr.is_literal(atom) or frame.varies(atom):
             return None
         ranks = {}
@@ -104,7 +102,7 @@ def _is_linked(value: ValueIn) -> bool:
 
 
 def _same_dims(a: ValueIn, b: ValueIn, shift: int = 0) -> Iterator[tuple[DimKey, DimKey]]:
-    """Dim d of one value is dim `d + shift` of another."""
+    """Pairs of dims d of one value and `d + shift` of another."""
     if _is_linked(a) and _is_linked(b):
         for dim in range(max(0, -shift), len(getattr(a[1].aval, "shape", ()))):
             yield (*a, dim), (*b, dim + shift)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of the new state a value becomes, along operations that pass on its dims.
+"""Finds the leaves of the new state that each value becomes, along operations that keep its dims.
 
-What is only scaled by a number, or chosen by one, follows from it in no dim: so updates that are clipped
-together, or skipped together, lead to one leaf each.
+A scalar that scales or selects values has no dims, so updates that are clipped, or skipped, together still
+become one leaf each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-LeafSets = dict[Var, int]  # a set of leaves, as bits
+LeafSets = dict[Var, int]  # A bit mask of leaves.
 
 
 def new_leaves(frame: Frame, num: int, stops: Collection[int]) -> LeafSets:
-    """Of variables, which of the first `num` outputs they become; by no equation of `stops`, by index."""
+    """For each variable the outputs, of the first `num`, that it becomes without equations `stops`."""
     found: LeafSets = {}
     for i, var in enumerate(frame.jaxpr.outvars[:num]):
         _add(found, var, 1 << i)
@@ -29,7 +29,7 @@ def new_leaves(frame: Frame, num: int, stops: Collection[int]) -> LeafSets:
 
 
 def told_apart(sets: Sequence[int]) -> list[int]:
-    """Sets without what is another one's only leaf: of {a, b} and {b}, {a} and {b}."""
+    """Removes from each set the leaves that are another one's only leaf: {a, b}, {b} -> {a}, {b}."""
     while True:
         taken = 0
         for each in sets:
@@ -41,7 +41,7 @@ def told_apart(sets: Sequence[int]) -> list[int]:
 
 
 def bits(leaves: int) -> Iterator[int]:
-    """The numbers in a set."""
+    """The indices of the bits of a mask."""
     while leaves:
         least = leaves & -leaves
         yield least.bit_length() - 1
@@ -71,9 +71,9 @@ def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
 
 
 def _passed_on(eqn: Eqn, outs: Sequence[int]) -> Iterator[tuple[Atom, int]]:
-    """Operands whose dims an equation passes on, each with the leaves that it becomes."""
+    """Operands whose dims an equation keeps, each with the leaves that it becomes."""
     maps = _rules.dims_of(eqn)
-    leaves: dict[tuple[int, ...], int] = {}  # by the results' shapes
+    leaves: dict[tuple[int, ...], int] = {}  # By the results' shapes.
     for out, each in zip(eqn.outvars, outs, strict=True):
         if len(shape := getattr(out.aval, "shape", ())) > 1:
             leaves[shape] = leaves.get(shape, 0) | each
@@ -82,7 +82,7 @@ def _passed_on(eqn: Eqn, outs: Sequence[int]) -> Iterator[tuple[Atom, int]]:
         for atom, dims in zip(eqn.invars, maps, strict=True):
             if any(dim is not None for dim in dims):
                 yield atom, every
-    # A loop may make anything of its operands.
+    # A loop may keep the dims of an operand of the same shape.
     elif eqn.primitive.name in ("scan", "while") or eqn.primitive.name in _rules.IDENTITIES:
         for atom in eqn.invars:
             yield atom, leaves.get(getattr(atom.aval, "shape", ()), 0)

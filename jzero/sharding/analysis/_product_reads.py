@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters products read: those that may be gathered in few bits."""
+"""Finds the parameters that matrix products read, which may be gathered quantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jzero.tracing._types import Eqn, Var
 
 
 def read_by_products(root: Frame, links: Links) -> frozenset[str]:
-    """Paths of leaves with which something of the batch is multiplied; casts and slices of them count."""
+    """Paths of leaves that are multiplied with values of the batch, also after casts and slices."""
     return frozenset(
         links.leaf_of(frame, var)
         for frame, eqn in root.walk()
@@ -26,12 +26,12 @@ def read_by_products(root: Frame, links: Links) -> frozenset[str]:
     )
 
 
-# Each element of a result is one of the first operand, cast perhaps.
+# Each element of a result is an element of the first operand, possibly cast.
 _VIEWS = (Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.CAST)
 
 
 def read_through_views(root: Frame, names: Mapping[Var, str]) -> frozenset[str]:
-    """Which of some named inputs products read: as they are, cast, rearranged, or slices of them."""
+    """The names of the inputs that products read through views, slices and casts."""
     found = set[str]()
 
     def of_results(_: Region, eqn: Eqn, ins: Sequence[str]) -> list[str]:
@@ -45,7 +45,7 @@ def read_through_views(root: Frame, names: Mapping[Var, str]) -> frozenset[str]:
 
 
 def _across(eqn: Eqn, edge: Edge, name: str) -> str:
-    """Into programs, but no carries of loops; out of calls alone."""
+    """Views are followed into programs, except carries of loops, and out of calls."""
     around = holder(edge.target[0], eqn)
     if around is edge.target[0]:
         return name if _jaxpr.call_parts(eqn) is not None else ""

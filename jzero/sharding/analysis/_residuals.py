@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals: what a forward pass keeps for its backward pass, and which of it is offloaded.
+"""Residuals: values that a forward pass saves for its backward pass, and which of them are offloaded.
 
-Two kinds, told apart by who reads them:
+* A *stack* is returned by a forward loop slice by slice, and only sliced by backward loops: it is never on
+the device
+  as a whole.
+* A *value* is computed outside loops (in an unrolled layer), and read by both passes: the forward pass reads
+the
+  device's copy, the backward pass fetches the host's.
 
-* a *stack* is what a forward loop returns iteration by iteration and only backward loops slice: it is never
-  on the device as a whole;
-* a *value* is made outside of loops (of an unrolled layer) and read by both passes: the forward pass
-  reads the device's copy, the backward pass fetches the host's.
-
-Where parts of a step are programs of their own, a residual goes and comes between them: it is *marked*.
+If the parts of a step are several programs, a residual is transferred between them, and is *marked* for that.
 """
 
 from __future__ import annotations
@@ -27,32 +27,24 @@ from jzero.ir._regions import Region, ValueIn, edges, region_of, trip_count
 from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Eqn, Var
 
-# A copy of 1 MiB takes 20 us at 55 GB/s, about twice what it takes to start one.
+# A copy of 1 MiB takes 20 us at 55 GB/s, about twice as long as starting it.
 LEAST_BYTES = 2**20
-# Bytes of values between device and host, besides one: some 2 ms at 55 GB/s, several products' time.
+# Bytes of values in transfer at once, not counting the last: some 2 ms at 55 GB/s, as long as several
+# products.
 ON_THEIR_WAY = 2**27
 AnyRegion = TypeVar("AnyRegion", bound=Region)
 _WAITS = "jzero.waits_on_host"
 
 
 class Residual(NamedTuple):
-    """A residual that is offloaded.
-
-    Attributes:
-      shape: of it, on one device.
-      dtype: of its elements.
-      nbytes: of it, on the host of each device.
-      where: the line that made it.
-      iterations: of the loop that made it, each of which moves its slice; 1 for a value.
-      times: how often one is made in a step (or microbatch): the iterations of loops around both passes.
-    """
+    """A residual that is offloaded; shape and bytes are one device's."""
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    where: str
-    iterations: int
-    times: int
+    where: str  # The line that computes it.
+    iterations: int  # Of the loop that computes it, each of which transfers a slice; 1 for a value.
+    times: int  # In a step, or microbatch: the iterations of loops around both passes.
 
     def __str__(self) -> str:
         moves = f", in {self.iterations} iterations" if self.iterations > 1 else ""
@@ -66,16 +58,10 @@ Residuals = Mapping[ValueIn, Residual]
 def residuals(
     program: AnyRegion, varies: Callable[[AnyRegion, Var], object], times: int = 1
 ) -> dict[ValueIn, Residual]:  # fmt: skip
-    """What is offloaded.
-
-    Nothing whose slices (values) have less than `LEAST_BYTES`. Only what `varies` between devices is of the
-    batch's rows.
-    """
+    """The offloaded residuals: batch-sharded ones (`varies`) whose transfers have at least `LEAST_BYTES`."""
     found, last = dict[ValueIn, Residual](), _last_product(program)
     for index, eqn in enumerate(program.jaxpr.eqns):
-        if (
-            program.pass_of(eqn) is None
-        ):  # What is part of one pass keeps nothing for another inside.
+        if program.pass_of(eqn) is None:  # An equation of one pass has no residuals inside.
             num = trip_count(eqn)
             for child in program.inner(eqn):
                 found |= residuals(child, varies, times if num is None else times * num)
@@ -92,27 +78,22 @@ def residuals(
 
 
 def marked(x: jax.Array) -> jax.Array:
-    """`x`, as what a later program is to read: whoever runs the two moves it."""
+    """`x`, marked as a residual for a later program; the schedule transfers it between the two."""
     return _jaxpr.named(x, _WAITS)
 
 
-def is_mark(eqn: Eqn) -> bool:
-    """Whether `marked` made the equation."""
-    return _jaxpr.is_named(eqn, _WAITS)
-
-
 def marks(eqns: Iterable[Eqn]) -> set[Var]:
-    """What is marked in equations: values, and the stacks of loops that mark slices."""
+    """The marked values, and the stacks of loops that mark slices."""
     program = region_of(eqns)
     found = forward(
-        program, {}, lambda _, eqn, ins: [is_mark(eqn)] * len(eqn.outvars), operator.or_, False,
-        lambda _, edge, marked: marked and edge.shift == 1,
+        program, {}, lambda _, eqn, ins: [_jaxpr.is_named(eqn, _WAITS)] * len(eqn.outvars), operator.or_,
+        False, lambda _, edge, marked: marked and edge.shift == 1,
     )  # fmt: skip
     return {_jaxpr.variable(atom) for region, atom in found if region is program}
 
 
 def _last_product(program: Region) -> int:
-    """The index of the forward pass's last product: later residuals have no time to leave and return."""
+    """The index of the forward pass's last product: there is no time to transfer later residuals."""
     return max((
         index for index, eqn in enumerate(program.jaxpr.eqns)
         if program.pass_of(eqn) == "forward"
@@ -121,7 +102,7 @@ def _last_product(program: Region) -> int:
 
 
 def _parts(program: Region, eqn: Eqn, var: Var) -> int:
-    """The number of transfers of a result that is a residual; 0 if it stays on the device."""
+    """The number of transfers of a result; 0 if it is no residual, or stays on the device."""
     eqns, readers = program.jaxpr.eqns, program.readers.get(var, [])
     late = [i for i in readers if i < len(eqns) and program.pass_of(eqns[i]) == "backward"]
     if len(eqns) in readers or not late:
@@ -135,7 +116,7 @@ def _parts(program: Region, eqn: Eqn, var: Var) -> int:
 
 
 def _makes_stack(program: Region, eqn: Eqn, var: Var) -> bool:
-    """Whether a loop's iterations compute the slices of a stack, and not only copy existing ones."""
+    """Whether a loop's iterations compute the slices of a stack, instead of copying slices of another."""
     over = edges(program, eqn)
     slices = {edge.target[1] for edge in over if edge.shift == -1}
     made = [edge.source[1] for edge in over if edge.shift == 1 and edge.target[1] is var]
@@ -143,13 +124,12 @@ def _makes_stack(program: Region, eqn: Eqn, var: Var) -> bool:
 
 
 def _slices(program: Region, eqn: Eqn, var: Var) -> bool:
-    """Whether the equation is a loop that reads `var` slice by slice, and in no other way."""
-    read = [edge.shift for edge in edges(program, eqn) if edge.source[1] is var]
-    return set(read) == {-1}
+    """Whether the equation is a loop that reads `var` only slice by slice."""
+    return {edge.shift for edge in edges(program, eqn) if edge.source[1] is var} == {-1}
 
 
 def _fits(var: Var, parts: int) -> bool:
-    """Whether it is a numeric array on the device whose transfers are large."""
+    """Whether it is a numeric array on the device, and large enough for `parts` transfers."""
     aval = var.aval
     is_array = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
     large = _rules.size_in_bytes(aval) >= parts * LEAST_BYTES

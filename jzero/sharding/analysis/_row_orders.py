@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a step sorts, works on and puts back: each device sorts its own.
+"""Finds sorts of rows that each device can do for its own rows only.
 
 A mixture of experts without dropped tokens sorts the rows of the whole batch by expert, multiplies each
 expert's rows by its matrices (`lax.ragged_dot`) and puts the results back::
@@ -8,20 +8,20 @@ expert's rows by its matrices (`lax.ragged_dot`) and puts the results back::
     y = ragged_dot(x[order // k], w, bincount(expert))
     y = y[argsort(order)]                        # or zeros.at[order // k].add(y)
 
-Nothing behind the last line depends on where the rows were in between. So the rows of each of `num` equal
-blocks (a device's, or a microbatch's of it) can be sorted among themselves, and the step computes the same
-but for the order of sums.
+Nothing after the last line depends on the order in between. So each of `num` equal blocks of rows (a
+device's, or one of its microbatches') can be sorted by itself: the step computes the same, up to the order of
+sums.
 
-[Note: orders of rows] A value is *in order* of a sort if its rows are permuted as the sort's results are.
-`Fact` says it of every value, and which integers are positions of rows of the same block. An equation that
-treats rows alike gives results in order: its factor of the dim (`ir/_rules.py`) says so. Look-ups and
-updates at positions take rows into an order and out of it. Any other reader of a value in order needs the
-rows of the whole batch in their places, and so does a result of the step: then the sort stays as it is.
+[Note: orders of rows] A value is *in order* of a sort if its rows are permuted like the sort's results. A
+`Fact` records that for a value, and which integers are positions of rows of the same block. An equation that
+treats rows alike has results in order, by its factor of the dim (`ir/_rules.py`). Look-ups and updates at
+positions take rows into an order and out of it. Any other reader of a value in order needs the rows of the
+whole batch in their places, and so does a result of the step: then the sort stays as it is.
 
-[Note: orders across programs] Values in order are read in `jax.checkpoint` bodies, and a scan passes them to
-another one as its residuals: a stack, whose slices are in an order each. What is known of a slice is said
-of the stack in `Fact.slices`, and is known again only where a scan slices it. All that it names (orders,
-roots) has other names there, since one scan may see slices of several iterations of another.
+[Note: orders across programs] Values in order enter `jax.checkpoint` bodies, and pass from one scan to
+another as residuals: in a stack, of which each slice has its own order. `Fact.slices` of the stack records
+what is known of a slice, and a scan that slices the stack gets it back. Orders and roots are renamed on the
+way, because one scan may see slices of several iterations of another.
 """
 
 from __future__ import annotations
@@ -42,79 +42,53 @@ from jzero.ir._regions import Edge, EdgeKind, Region, edges
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-# What a value is known by: its region and variable; or what a scan stacks, or slices, of another.
+# Identifies a value: its region and variable; or what a scan stacks, or slices, of another.
 Name: TypeAlias = Hashable
-EqnIn: TypeAlias = tuple[Region, int]  # an equation, by its id
+EqnIn: TypeAlias = tuple[Region, int]  # An equation by its id.
 
 
 @dataclasses.dataclass(eq=False)
 class Order:
-    """The order of rows that a sort makes; or those of a stack's slices; or that of one slice.
-
-    Attributes:
-      region: where it is known.
-      root: the value whose elements the first keys are, if these are divided by a number.
-      num_values: the first keys are from 0 up to it; None if that is unknown.
-      number: by which.
-      by_place: whether rows of equal first keys stay in the order of the batch.
-      sorts: the equations that make it.
-      of: of a stack, the order of a slice; of a slice, those of its stack.
-      body: of a stack, the body of the scan that makes it.
-    """
+    """The order of rows that a sort makes; or the orders of a stack's slices; or that of one slice."""
 
     region: Region
-    root: Name
-    num_values: int | None
+    root: Name  # The value whose elements, times `number`, are the first keys (plus less than `number`).
+    num_values: int | None  # The root's elements are from 0 to below it; None if that is unknown.
     number: int
-    by_place: bool
-    sorts: set[EqnIn]
-    of: Order | None = None
-    body: Region | None = None
+    by_place: bool  # Rows of equal first keys stay in the order of the batch.
+    sorts: set[EqnIn]  # The equations that make it.
+    of: Order | None = None  # For a stack, the order of a slice; for a slice, those of its stack.
+    body: Region | None = None  # For a stack, the body of the scan that makes it.
 
 
-MOST_VALUES = 4096  # of keys that are counted
+MOST_VALUES = 4096  # Keys with more values are not counted.
 
 
 class Positions(NamedTuple):
-    """Integers that say where rows of the same block are: among `num` rows, in an order or as given."""
+    """Integers that are positions of rows of the same block, among `num` rows in an order or as given."""
 
     num: int
     order: Order | None
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-      order: the order of its rows; None for the batch's.
-      dim: its dim of rows, if it is in order.
-      positions: of which rows its elements are positions.
-      has_all: whether these are all rows, each once; and where neither is in an order, 0, 1, 2, ...
-      bounds: least and largest element of integers.
-      root: the value whose elements it has, in its order; one after the other, if it has none.
-      counts: how many elements of the root equal 0, 1, ...: a histogram.
-      is_uniform: whether all of its elements are equal.
-      made_of: `("sign", x)` or `("rem", x)`; x put at positions (`("put", x, at)`) and taken from there again
-        (`("same", x)`). Of booleans: true at most where x is zero (`("zero", x)`) or is not
-        (`("other", x)`). 0, 1, ... along the last dim alone (`("count",)`), and where x equals it
-        (`("one hot", x)`). Integers whose sum is n (`("total", n)`). Keys of a
-        root times a number (`("times", root, number, keys)`), and these plus positions of so many rows, which
-        are fewer than the number (`("packed", root, number, keys, rows)`).
-      lost: orders from whose positions it was computed otherwise: they are other numbers in blocks.
-      slices: of a stack that a scan made: what is known of each of its slices along dim 0.
-    """
-
-    order: Order | None = None
-    dim: int = 0
-    positions: Positions | None = None
-    has_all: bool = False
-    bounds: tuple[int, int] | None = None
-    root: Name | None = None
-    counts: Name | None = None
-    is_uniform: bool = False
+    order: Order | None = None  # Of its rows; None for the batch's.
+    dim: int = 0  # The dim of rows, if it is in order.
+    positions: Positions | None = None  # The rows whose positions its elements are.
+    has_all: bool = False  # These are all rows, each once; 0, 1, 2, ... if neither is in an order.
+    bounds: tuple[int, int] | None = None  # Least and largest element of integers.
+    root: Name | None = None  # The value whose elements it has, permuted by its order.
+    counts: Name | None = None  # The value of which it is a histogram of 0, 1, ...
+    is_uniform: bool = False  # All elements are equal.
+    # ("sign", x) or ("rem", x). ("put", x, at): x put at positions; ("same", x): taken from there again.
+    # Booleans that are true at most where x is zero, ("zero", x), or where it is not, ("other", x).
+    # ("count",): 0, 1, ... along the last dim alone. ("one hot", x): where x equals that.
+    # ("total", n): integers whose sum is n. ("times", root, number, keys): a root of `keys` values times a
+    # number. ("packed", root, number, keys, rows): that plus positions of `rows` rows, at most the number.
     made_of: tuple[Any, ...] = ()
+    # Orders from whose positions it was computed in other ways, so that blocks would have other numbers.
     lost: frozenset[Order] = frozenset()
-    slices: Fact | None = None
+    slices: Fact | None = None  # For a stack of a scan, what is known of each slice along dim 0.
 
     @property
     def orders(self) -> frozenset[Order]:
@@ -125,13 +99,11 @@ class Fact(NamedTuple):
 
     @property
     def constant(self) -> int | None:
-        """The number that all elements of integers or booleans are."""
+        """The number to which all elements are equal."""
         low, high = self.bounds or (0, 1)
         return low if low == high else None
 
     def renamed(self, order: Callable[[Order], Order], name: Callable[[Name], Name]) -> Fact:
-        """The same, known by other names."""
-
         def new(old: Any, change: Callable[[Any], Any]) -> Any:
             return None if old is None else change(old)
 
@@ -139,17 +111,13 @@ class Fact(NamedTuple):
         return self._replace(
             order=new(self.order, order), root=new(self.root, name), counts=new(self.counts, name),
             positions=at and Positions(at.num, new(at.order, order)),
-            lost=frozenset(map(order, self.lost)), made_of=_without_names(self.made_of),
+            lost=frozenset(map(order, self.lost)), made_of=self.made_of if len(self.made_of) == 1 else (),
             slices=new(self.slices, lambda slices: slices.renamed(order, name)),
         )  # fmt: skip
 
 
 NOTHING = Fact()
-NEVER, ALWAYS = (Fact(bounds=(case, case), is_uniform=True) for case in (0, 1))  # of booleans
-
-
-def _without_names(made_of: tuple[Any, ...]) -> tuple[Any, ...]:
-    return made_of if len(made_of) == 1 else ()
+NEVER, ALWAYS = (Fact(bounds=(case, case), is_uniform=True) for case in (0, 1))  # Booleans.
 
 
 class OutOfOrderError(Exception):
@@ -161,12 +129,10 @@ class OutOfOrderError(Exception):
 
 
 class Facts:
-    """The facts of a step's values, in order of its equations.
+    """Finds the facts of a step's values, in order of its equations, which are in `region`.
 
-    Attributes:
-      region: of the equation in question.
-      blamed: sorts that an equation forbids: only without them do the facts hold.
-      in_blocks: the equations to be rewritten, with the order of which they are.
+    The facts hold only without the sorts in `blamed`. `in_blocks` has the equations to rewrite, with their
+    orders.
     """
 
     def __init__(self, rows: set[tuple[Region, Atom]], num: int, kept: frozenset[EqnIn]):
@@ -207,13 +173,13 @@ class Facts:
         return all(size and size % self.num == 0 for size in sizes)
 
     def order(self, key: Hashable, make: Callable[[], Order]) -> Order:
-        """Of one key the same."""
+        """The order of a key, made once."""
         if key not in self._orders:
             self._orders[key] = make()
         return self._orders[key]
 
     def stack(self, body: Region, order: Order) -> Order:
-        """Of the stack that a scan makes, the orders of its slices."""
+        """The orders of the slices of a stack that a scan makes."""
         assert body.around is not None
         region = body.around[0]
 
@@ -224,7 +190,7 @@ class Facts:
         return self.order(("stack", body, order), make)
 
     def slice(self, body: Region, order: Order) -> Order:
-        """Of a stack that a scan slices, the order of the slice."""
+        """The order of a slice of a stack with these orders."""
 
         def make() -> Order:
             root = "slice", body, order.root
@@ -244,7 +210,6 @@ class Facts:
         return self._alike(eqn, ins) if outs is None else outs
 
     def _inside(self, eqn: Eqn, ins: Sequence[Fact]) -> Sequence[Fact]:
-        """Of an equation that holds programs, [Note: orders across programs]."""
         found: dict[Atom, Fact] = dict.fromkeys(eqn.outvars, NOTHING)
         region, inner, orders = self.region, self.region.inner(eqn), _all_orders(ins)
         if not orders and not any(has_sort(each.jaxpr) for each in inner):
@@ -267,7 +232,7 @@ class Facts:
         return [found[var] for var in eqn.outvars]
 
     def _across(self, edge: Edge, passes: bool) -> Fact:
-        """What is known of a value at the other end of an edge."""
+        """The fact at the target of an edge; blames its orders if the edge does not pass them."""
         self.region, atom = edge.source
         fact = self.of(atom)._replace(root=self.root(atom))
         if passes and not edge.shift:
@@ -282,7 +247,7 @@ class Facts:
         return NOTHING
 
     def _alike(self, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact]:
-        """Of an equation that treats the rows alike."""
+        """The facts of an equation that treats rows alike; an error if it does not."""
         orders = _all_orders(ins)
         bounds = [_bounds(eqn, ins)] * len(eqn.outvars)
         uniform = _rules.is_elementwise(eqn) and all(fact.is_uniform for fact in ins)
@@ -303,7 +268,7 @@ def _all_orders(facts: Sequence[Fact]) -> frozenset[Order]:
 
 
 def _factor_of_rows(eqn: Eqn, ins: Sequence[Fact]) -> Factor | None:
-    """The factor of the dim of rows; None if the equation does not treat them alike."""
+    """The factor of the batch dim; None if the equation does not treat rows alike."""
     if any(fact.order is None and fact.orders for fact in ins):
         return None
     for factor in _rules.factors_of(eqn):
@@ -318,7 +283,7 @@ def _factor_of_rows(eqn: Eqn, ins: Sequence[Fact]) -> Factor | None:
 
 
 def _bounds(eqn: Eqn, ins: Sequence[Fact]) -> tuple[int, int] | None:
-    """Of the result of an elementwise equation, as far as they are needed."""
+    """The bounds of an elementwise equation's result, for the equations of `_BOUNDS`."""
     name, found = eqn.primitive.name, [fact.bounds for fact in ins]
     own = [bounds for bounds in (found[1:] if name == "select_n" else found) if bounds is not None]
     if name not in _BOUNDS or len(own) < len(found) - (name == "select_n"):
@@ -330,7 +295,7 @@ def _bounds(eqn: Eqn, ins: Sequence[Fact]) -> tuple[int, int] | None:
 
 
 def _holds(dtype: Any, bounds: tuple[int, int]) -> bool:
-    """Whether all numbers between bounds are some of a dtype of integers or booleans."""
+    """Whether a dtype of integers or booleans has all numbers between bounds."""
     types = (0, 1) if dtype == np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return types[0] <= bounds[0] <= bounds[1] <= types[1]
 
@@ -368,7 +333,7 @@ def _broadcast(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
 
 
 def _with_dim(facts: Facts, eqn: Eqn, fact: Fact, dim: int, rows_lead: bool) -> list[Fact] | None:
-    """Of the same elements in another shape, where rows are along `dim`, or blocks of rows along dim 0."""
+    """The fact in another shape, with rows along `dim`, or with positions of blocks of rows along dim 0."""
     found = fact._replace(dim=0 if fact.order is None else dim, made_of=(), counts=None)
     if not rows_lead:
         if fact.positions is not None and fact.positions.order is not None:
@@ -411,7 +376,7 @@ def _is_line(shape: Sequence[int]) -> bool:
 
 
 def _extremes(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """`max(x, 0)` of what is never below it."""
+    """`max(x, 0)` is x if x is never negative."""
     for fact, other, atom in zip(ins, ins[::-1], eqn.invars, strict=True):
         if fact.bounds is None or other.bounds is None or not other.is_uniform:
             continue
@@ -463,7 +428,7 @@ def _sign(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _divisor(eqn: Eqn, ins: Sequence[Fact]) -> int:
-    """By which known number positions of the batch's rows are divided; 0 if they are not."""
+    """The known number by which positions of the batch's rows are divided; 0 if there is none."""
     fact, by = ins
     if fact.positions is None or fact.positions.order is not None or not by.is_uniform:
         return 0
@@ -485,7 +450,7 @@ def _mul(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _unpacked(ins: Sequence[Fact]) -> tuple[Any, ...] | None:
-    """Root, number of keys and of rows of what is divided by the number with which they were packed."""
+    """Root, keys and rows of a packed value that is divided by its number."""
     made_of = ins[0].made_of
     if made_of[:1] != ("packed",) or ins[1].constant != made_of[2]:
         return None
@@ -516,12 +481,12 @@ def _div(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _add(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """JAX adds the size to indices below 0, of which there are none among positions."""
     for fact, other in (ins, ins[::-1]):
         at, bounds = other.positions, _bounds(eqn, ins)
         if fact.made_of[:1] == ("times",) and at is not None and _counts(other, at.num) and bounds:
             if at.num <= fact.made_of[2]:
                 return [Fact(bounds=bounds, made_of=("packed", *fact.made_of[1:], at.num))]
+        # JAX indexes with `where(i < 0, i + n, i)`: positions are not negative, so `_select` drops this.
         if fact.positions is not None and fact.positions.order is not None and other.is_uniform:
             return [Fact(fact.order, fact.dim, lost=fact.orders)]
     return None
@@ -583,7 +548,7 @@ def _sort(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
         _, root, number, num_values, _ = keys.made_of
         low, high, by_place = 0, num_values - 1, True
     num_values, sorts = high + 1 if low >= 0 and high < MOST_VALUES else None, set[EqnIn]()
-    # Rows that stay in the order of the batch have one order by these keys.
+    # If equal keys stay in the order of the batch, all sorts by the same root have the same order.
     order = facts.order(
         ("sort", region, root if by_place else id(eqn)),
         lambda: Order(region, root, num_values, number, by_place, sorts),
@@ -600,7 +565,7 @@ def _counts(fact: Fact, num: int) -> bool:
 
 
 def _in_its_order(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """A sort of the places in an order at which the rows are: all come into this order."""
+    """A sort by the rows' positions in an order brings all operands into this order."""
     (keys, *others), num = ins, eqn.invars[0].aval.shape[0]
     order = keys.positions and keys.positions.order
     if not keys.has_all or keys.positions != Positions(num, order) or keys.orders != {order}:
@@ -615,7 +580,7 @@ def _in_its_order(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | N
 
 
 def _put_back(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """A sort of the positions that another sort has moved: the rows are in their places again."""
+    """A sort by positions that another sort has permuted puts the rows back in their places."""
     order, (keys, *others) = ins[0].order, ins
     num = eqn.invars[0].aval.shape[0]
     if not keys.has_all or keys.positions != Positions(num, None):
@@ -634,7 +599,7 @@ def _put_back(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _gather(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """A look-up of rows at positions: they come into the order of these."""
+    """A look-up of rows at positions brings them into the order of these."""
     (fact, at), positions = ins, ins[1].positions
     if positions is None or not at.orders or not _takes_rows(eqn):
         return None
@@ -653,7 +618,7 @@ def _gather(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """An update of rows at positions: they come out of the order of these."""
+    """An update of rows at positions takes them out of the order of these."""
     if (found := _histogram(facts, eqn, ins)) is not None:
         return found
     (fact, at, new), positions = ins, ins[1].positions
@@ -672,7 +637,7 @@ def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
     if not inverse and not _is_in(new, at.order):
         if adds or new.orders or positions.order is not None:
             return None
-        # JAX numbers what is put at indices to see, for a derivative, what of it is not overwritten.
+        # For a derivative, JAX puts numbers at indices, to see which ones are not overwritten.
         facts.rewrite(eqn, order)
         put = "put", eqn.invars[2], eqn.invars[1]
         return [Fact(lost=frozenset({order}), bounds=new.bounds, made_of=put)]
@@ -683,13 +648,13 @@ def _scatter(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _is_in(fact: Fact, order: Order | None) -> bool:
-    """Whether its leading rows are in this order; in any, if all elements are equal."""
+    """Whether its rows lead and are in this order, or all elements are equal."""
     others = fact.orders - {order}
     return not others and (fact.is_uniform or fact.order is order and fact.dim == 0)
 
 
 def _takes_rows(eqn: Eqn) -> bool:
-    """Whether it is `x[indices]`, of rows that are in bounds."""
+    """Whether it is `x[indices]` of whole rows."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     whole = sizes == (1, *eqn.invars[0].aval.shape[1:])
@@ -712,7 +677,7 @@ def _puts_rows(eqn: Eqn) -> bool:
 
 
 def _histogram(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """`jnp.bincount`: ones added to zeros at each value; a histogram of what the indices are."""
+    """`jnp.bincount`: ones added to zeros at each index make a histogram of the indices."""
     (zeros, at, ones), (operand, indices, _) = ins, eqn.invars
     if zeros.bounds != (0, 0) or ones.bounds != (1, 1) or operand.aval.ndim != 1:
         return None
@@ -730,11 +695,11 @@ def _histogram(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None
 
 
 def _ragged_dot(facts: Facts, eqn: Eqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """The rows of each group by its matrix; or, in a backward pass, its rows by its rows."""
+    """Each group's rows times its matrix; or, in a backward pass, its rows times its rows."""
     (lhs, rhs, sizes, *others), order = ins, ins[0].order
     if order is None or order.num_values is None or others or sizes.orders:
         return None
-    # Groups follow each other: no size is negative, and no sum of sizes too large for its dtype.
+    # No size is negative, and no sum of sizes exceeds its dtype, so groups follow each other.
     low, high = sizes.bounds or (-1, 0)
     if eqn.invars[2].aval.dtype not in (np.int32, np.int64):
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in which a step looks up rows, and which dims of them the look-ups keep.
+"""Finds tables in which a step looks up rows, and the dims of them that the look-ups keep.
 
-An embedding `[vocabulary, d]` of which each device has some columns need not be gathered: the devices look up
-all tokens in their own columns, and exchange columns of all rows for all columns of their own rows. Its
-gradient takes the way back. Both move rows `[tokens, d]`, which are few beside a large vocabulary.
+An embedding `[vocabulary, d]` that is sharded along d need not be gathered: devices look up all tokens in
+their own columns, and exchange them (all-to-all) for all columns of their own rows. The gradient takes the
+way back. Both move rows `[tokens, d]`, which are few compared with a large vocabulary.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
-# The dims of a value that all who read it in a pass keep; None if nobody reads it there.
+# The dims of a value that all its readers in a pass keep; None if it has none.
 KeptDims = frozenset[int] | None
 NO_DIM: frozenset[int] = frozenset()
 Tables = Mapping[ValueIn, frozenset[int]]
 
 
 def kept_dims(eqn: Eqn, num: int = 1) -> dict[int, int]:
-    """The dims of a table that a look-up has whole, and which dims of its rows they are.
+    """The dims of a table that a look-up takes whole, each with its dim in the result.
 
-    Empty of any other equation, and if the rows of one of `num` devices that share them are more than half as
+    Empty for any other equation, and if a device's rows (of `num` that share them) are more than half as
     large as the table.
     """
     if eqn.primitive.name != "gather" or eqn.params["dimension_numbers"].operand_batching_dims:
@@ -42,12 +42,7 @@ def kept_dims(eqn: Eqn, num: int = 1) -> dict[int, int]:
 
 
 def looked_up(program: Frame, num: int) -> Tables:
-    """Values in which passes only look up rows, and the dims that all look-ups keep.
-
-    Args:
-      program: a step.
-      num: of devices that share its rows; 1 if they are one device's.
-    """
+    """Values in which passes only look up rows, with the dims that all look-ups keep; see `kept_dims`."""
     if not any(kept_dims(eqn, num) for _, eqn in program.walk()):
         return {}
     found = backward(program, {}, functools.partial(_step, num), _join, None, _across)
@@ -74,7 +69,7 @@ def _step(num: int, region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Seque
 
 
 def _across(eqn: Eqn, edge: Edge, kept: KeptDims) -> KeptDims:
-    """Operands of loops and branches of a pass are gathered."""
+    # Operands of loops and branches of a pass are gathered.
     in_pass = holder(edge.source[0], eqn).pass_of(eqn) is not None
     passes = _jaxpr.call_parts(eqn) is not None or not (in_pass or edge.shift)
     return kept if kept is None or passes else NO_DIM

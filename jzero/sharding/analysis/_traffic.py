@@ -1,58 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of a program, counted from its jaxpr: what describe() reports and tests assert."""
+"""Lists the collectives of a program from its jaxpr, for `describe()` and tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jzero.ir._regions import EdgeKind, Region, edges, trip_count
 from jzero.ir._rules import size_in_bytes
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Atom, Eqn
 
 _OPS = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "collective-permute",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a step.
-
-    Attributes:
-      op: 'all-gather', 'reduce-scatter', 'all-reduce', ...
-      axes: mesh axes it runs over.
-      dtype: dtype on the wire.
-      itemsize: bytes of an element.
-      elements: of the whole value: gathered by an all-gather, reduced by a reduction; of an all-to-all, those
-        of a device.
-      times: how often a step runs it (trip counts of the loops around it); of a `while`, in each iteration.
-      leaf: the leaf it serves, where known.
-      each_iteration: a `while` is around it, and nobody knows how many iterations it has.
-      autodiff: the pass of `jax.grad` that it serves, 'forward' or 'backward'; '' if it serves none.
-    """
-
-    op: str
+    op: str  # 'all-gather', 'reduce-scatter', 'all-reduce', ...
     axes: tuple[str, ...]
     dtype: str
     itemsize: float
-    elements: int
-    times: int
-    leaf: str
-    each_iteration: bool = False
-    autodiff: str = ""
+    elements: int  # Gathered or reduced in all; for an all-to-all, of a device's part.
+    times: int  # In a step, or in an iteration of a `while`.
+    leaf: str  # The leaf that it serves, if known.
+    each_iteration: bool = False  # It is inside a `while`, whose number of iterations is unknown.
+    autodiff: str = ""  # The pass of `jax.grad`: 'forward', 'backward' or ''.
 
     @property
     def total_elements(self) -> int:
@@ -66,53 +45,35 @@ class Collective:
 def collectives(
     jaxpr: Any, times: int = 1, each_iteration: bool = False, leaf: str = "", autodiff: str = ""
 ) -> Iterator[Collective]:
-    """Every collective in `jaxpr` and the jaxprs inside it.
-
-    `leaf` and `autodiff` are those of an equation around it.
-    """
+    """The collectives of a program; the other arguments are of the equations around it."""
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        name, of = eqn.primitive.name, _jaxpr.autodiff_pass(eqn) or autodiff
-        if name in _OPS:
-            yield from _collectives_of(eqn, times, each_iteration, leaf_of(eqn) or leaf, of)
+        op, around = op_of(eqn), _jaxpr.autodiff_pass(eqn) or autodiff
+        own = leaf_of(eqn) or leaf
+        values: Sequence[Atom] = eqn.outvars if op == "all-gather" else eqn.invars
+        for aval in (atom.aval for atom in values if op is not None):
+            yield Collective(
+                str(op), _jaxpr.axes_of(eqn), str(aval.dtype), aval.dtype.itemsize, aval.size, times, own,
+                each_iteration, around,
+            )  # fmt: skip
         known = trip_count(eqn)
         inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(
-                sub, inner, each_iteration or known is None, leaf_of(eqn) or leaf, of
-            )
+            yield from collectives(sub, inner, each_iteration or known is None, own, around)
 
 
 def op_of(eqn: Eqn) -> str | None:
-    """The collective that an equation is, by its name in the compiled program."""
+    """The name of a collective in the compiled program; None for other equations."""
     return _OPS.get(eqn.primitive.name)
 
 
 def leaf_of(eqn: Eqn) -> str:
-    """The leaf that a collective serves; '' for batch-sharded values."""
+    """The leaf that a collective serves; '' if it serves none."""
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
     return leaf.group(1) if leaf else ""
 
 
-def _collectives_of(
-    eqn: Eqn, times: int, each_iteration: bool, leaf: str, autodiff: str
-) -> Iterator[Collective]:
-    gathers = _OPS[eqn.primitive.name] == "all-gather"
-    for atom in eqn.outvars if gathers else eqn.invars:
-        yield Collective(
-            _OPS[eqn.primitive.name],
-            _jaxpr.axes_of(eqn),
-            str(atom.aval.dtype),
-            atom.aval.dtype.itemsize,
-            atom.aval.size,
-            times,
-            leaf,
-            each_iteration,
-            autodiff,
-        )
-
-
 def carried_bytes(jaxpr: Any, scope: str) -> int:
-    """Bytes of the carries of the largest `scan` under the named scope."""
+    """Bytes of the carries of the loop with the largest ones in a named scope."""
     most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
     for eqn in region.jaxpr.eqns:
         over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []

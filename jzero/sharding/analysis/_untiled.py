@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is gathered or reduced whole though it is larger than a tile may be, and why: read from a program."""
+"""Lists values that a program gathers or reduces whole although they exceed a tile, and why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jzero.sharding.analysis import _traffic
 from jzero.tracing import _jaxpr, _lines
 from jzero.tracing._types import Atom, Eqn, Var
 
-TILES = "jzero.tiles"  # the scope of a loop over tiles
+TILES = "jzero.tiles"  # The scope of a loop over tiles.
 
-# What a gathered matrix, or one that is to be reduced, passes through unchanged.
+# Operations through which the reader of a gathered matrix, or the maker of a reduced one, is sought.
 _PASSED = _rules.named(Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.CAST) | {
     "pad", "optimization_barrier",
 }  # fmt: skip
@@ -39,21 +39,11 @@ _MADE_BY = {
 
 
 class Untiled(NamedTuple):
-    """One value of more bytes than a tile.
-
-    Attributes:
-      leaf: whose it is.
-      what: 'gathered' or 'reduced'.
-      nbytes: of the whole.
-      why: the reason.
-      where: the user's line, if known.
-    """
-
     leaf: str
-    what: str
-    nbytes: int
+    what: str  # 'gathered' or 'reduced'
+    nbytes: int  # Of the whole.
     why: str
-    where: str
+    where: str  # The user's line, if known.
 
     def __str__(self) -> str:
         where = f" at {self.where}" if self.where else ""
@@ -61,12 +51,9 @@ class Untiled(NamedTuple):
 
 
 def untiled(jaxpr: Any, tile_bytes: int | None, gathers: bool) -> tuple[Untiled, ...]:
-    """What a program gathers or reduces at once that is larger than `tile_bytes`, the largest first.
+    """Values larger than `tile_bytes` that a program gathers or reduces at once, the largest first.
 
-    Args:
-      jaxpr: of the program.
-      tile_bytes: the bound; None for none.
-      gathers: whether parameters are stored sharded. If not, what is gathered is stored replicated.
+    Without `gathers`, parameters are stored replicated, and gathered values do not count.
     """
     if tile_bytes is None:
         return ()
@@ -81,7 +68,7 @@ def untiled(jaxpr: Any, tile_bytes: int | None, gathers: bool) -> tuple[Untiled,
 
 def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    readers: dict[Var, Eqn] = {}  # the first
+    readers: dict[Var, Eqn] = {}  # The first reader.
     for eqn in reversed(jaxpr.eqns):
         readers |= dict.fromkeys(variables(eqn.invars), eqn)
     for eqn in jaxpr.eqns:
@@ -95,7 +82,7 @@ def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
         whole = collective.outvars[0] if gathered else collective.invars[0]
         other = _reader(atom, readers) if gathered else _maker(atom, makers)
         if gathered and other is None:
-            continue  # It is returned: a new parameter that is stored replicated.
+            continue  # It is a new parameter, which is stored replicated.
         why = (
             "its tiles cannot be smaller" if _jaxpr.in_scope(eqn, TILES) else _why(other, gathered)
         )
@@ -122,7 +109,7 @@ def _why(other: Eqn | None, gathered: bool) -> str:
 
 
 def _reader(atom: Atom, readers: dict[Var, Eqn]) -> Eqn | None:
-    """The first equation that reads it, through views and casts."""
+    """The first equation that reads `atom`, through views and casts."""
     while atom in readers:
         eqn = readers[atom]
         name = eqn.primitive.name
@@ -133,7 +120,7 @@ def _reader(atom: Atom, readers: dict[Var, Eqn]) -> Eqn | None:
 
 
 def _maker(atom: Atom, makers: dict[Var, Eqn]) -> Eqn | None:
-    """The equation that makes it, through views, casts and scaling."""
+    """The equation that computes `atom`, through views, casts and scaling."""
     while not _jaxpr.is_literal(atom) and atom in makers:
         eqn = makers[atom]
         if eqn.primitive.name not in _PASSED | {"mul"}:  # by the scale of a sum

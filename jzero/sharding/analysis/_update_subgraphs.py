@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update subgraphs: the parts of an optimizer update that need whole matrices.
+"""Update subgraphs: the connected parts of an optimizer update that need whole matrices.
 
-In an update, an operation such as a matrix product or an `eigh` needs replicated operands, and so do the
-operations between two of them: on shards, their results would be gathered at once. A subgraph is such
-operations and all between them that are connected. Everything before and after it runs on shards.
+A matrix product or an `eigh` needs replicated operands. An operation between two of them runs on whole
+matrices, too: on shards, its result would have to be gathered. Everything before and after runs on shards.
 """
 
 from __future__ import annotations
@@ -27,47 +26,39 @@ from jzero.sharding.analysis._linked_dims import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# Their semantics are unknown, so also which matrices they update.
+# Their semantics are unknown, and so are the matrices that they update.
 _OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_call"})
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSubgraph:
-    """Equations of a frame that need whole matrices.
-
-    Attributes:
-      eqns: their indices, in order.
-      reads: its inputs.
-      gives: its outputs: values that other equations read, or the frame returns.
-      sharded: for each of `reads`, the dim along which it is sharded, or None.
-      wanted: for each of `gives`, the dim along which its readers want it sharded, or None.
-      level: how many subgraphs are on the longest path to this one.
-      leaves: for each of `gives`, the leaves that it becomes, for the report; several if that is ambiguous.
-    """
-
     eqns: tuple[int, ...]
     reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
-    sharded: tuple[int | None, ...]
-    wanted: tuple[int | None, ...]
-    leaves: tuple[tuple[str, ...], ...]
-    level: int = 0
+    gives: tuple[Var, ...]  # Values that other equations read, or the frame returns.
+    sharded: tuple[int | None, ...]  # For each of `reads`, the dim along which it is sharded.
+    wanted: tuple[
+        int | None, ...
+    ]  # For each of `gives`, the dim along which its readers want it sharded.
+    leaves: tuple[
+        tuple[str, ...], ...
+    ]  # For each of `gives`, the leaves that it may become, for the report.
+    level: int = 0  # The number of subgraphs on the longest path to this one.
 
     @property
     def name(self) -> str:
-        """A leaf that it makes; '' if it makes none."""
+        """A leaf that it updates, or ''."""
         return next((names[0] for names in self.leaves if names), "")
 
 
 class Names(NamedTuple):
-    """Paths of the state's leaves, and which of them are parameters, by index."""
+    """Paths of the state's leaves, and the indices of parameters."""
 
     paths: tuple[str, ...]
     params: frozenset[int]
 
 
 def find_update_subgraphs(frame: Frame, links: Links, names: Names) -> list[UpdateSubgraph]:
-    """The update subgraphs of a frame that read or make sharded values, in order."""
+    """The update subgraphs of a frame that read or compute sharded values, in order."""
     eqns = frame.jaxpr.eqns
     plain = [_is_plain(frame, eqn) for eqn in eqns]
     hard = [plain[i] and _needs_whole(frame, eqn) for i, eqn in enumerate(eqns)]
@@ -109,17 +100,16 @@ def why_not_alone(frame: Frame, subgraph: UpdateSubgraph) -> str:
 
 
 def signature(frame: Frame, subgraph: UpdateSubgraph) -> Hashable:
-    """Equal for subgraphs of one level that have equal equations and types."""
+    """A key that is equal for subgraphs of one level with equal equations and types."""
     eqns = [frame.jaxpr.eqns[index] for index in subgraph.eqns]
     return subgraph.level, subgraph.sharded, _computes(subgraph.reads, eqns, subgraph.gives)
 
 
-# --------------------------------------------------------------------------------------------------
-# Which equations.
+# -- which equations ---------------------------------------------------------------------------------
 
 
 def _is_plain(frame: Frame, eqn: Eqn) -> bool:
-    """Whether it is part of an update: replicated, in no pass of `jax.grad`, and without effects."""
+    """Whether it may be in an update: replicated, in no pass of `jax.grad`, and without side effects."""
     if frame.pass_of(eqn) is not None or _jaxpr.has_side_effects(eqn):
         return False
     return not any(frame.varies(atom) for atom in [*eqn.invars, *eqn.outvars])
@@ -140,7 +130,6 @@ def _is_hard(eqn: Eqn) -> bool:
 
 
 def _constants(frame: Frame, plain: list[bool]) -> set[Var]:
-    """Values that are computed from constants alone."""
     found = set(frame.jaxpr.constvars)
     for is_plain, eqn in zip(plain, frame.jaxpr.eqns, strict=True):
         if is_plain and found.issuperset(variables(eqn.invars)):
@@ -168,15 +157,15 @@ def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
 
 
 def _with_makers(frame: Frame, part: list[int], plain: list[bool], constant: set[Var]) -> list[int]:
-    """Also equations that make operands for them alone, of constants and of values that they read anyway.
+    """Adds equations whose results only `part` reads, and whose operands are constants or read by it anyway.
 
-    So each device makes its own identity matrix, and receives a gradient but not its transpose.
+    So each device makes its own identity matrix, and receives a gradient without its transpose.
     """
     eqns, makers, inside = frame.jaxpr.eqns, frame.makers, set(part)
     read = {v for i in part for v in variables(eqns[i].invars)}
     due = [
         -makers[v] for v in read if v in makers
-    ]  # the latest first: all that read it are known then
+    ]  # The latest first, because its readers are known then.
     heapq.heapify(due)
     while due:
         i = -heapq.heappop(due)
@@ -199,7 +188,7 @@ def _with_makers(frame: Frame, part: list[int], plain: list[bool], constant: set
 def _with_levels(frame: Frame, subgraphs: list[UpdateSubgraph]) -> list[UpdateSubgraph]:
     inside = {i: number for number, subgraph in enumerate(subgraphs) for i in subgraph.eqns}
     level: dict[Var, int] = {}
-    made: dict[Var, int] = {}  # in which region
+    made: dict[Var, int] = {}  # By the number of the subgraph.
     found = [0] * len(subgraphs)
     for i, eqn in enumerate(frame.jaxpr.eqns):
         mine = inside.get(i)
@@ -232,7 +221,7 @@ def _subgraph(frame: Frame, links: Links, indices: list[int]) -> UpdateSubgraph:
 def _with_leaves(
     frame: Frame, links: Links, subgraphs: list[UpdateSubgraph], names: Names
 ) -> list[UpdateSubgraph]:
-    """Fills in `leaves`: the parameters whose new values they make, or else the optimizer state."""
+    """Sets `leaves` to the parameters that subgraphs update, or else to the optimizer state."""
     stops = {i for subgraph in subgraphs for i in subgraph.eqns}
     made = _new_leaves.new_leaves(frame, len(names.paths), stops)
     params = sum(1 << i for i in names.params)
@@ -240,22 +229,21 @@ def _with_leaves(
     sets = [
         [(each & params) if any(s & params for s in row) else each for each in row] for row in sets
     ]
-    # A subgraph updates a single matrix if all its results lead to the same leaves.
+    # A subgraph updates a single matrix if all its results become the same leaves.
     single = [n for n, row in enumerate(sets) if len({each for each in row if each}) == 1]
     apart = _new_leaves.told_apart([max(sets[n]) for n in single])
     for n, leaves in zip(single, apart, strict=True):
         sets[n] = [leaves if each else 0 for each in sets[n]]
     found, jaxpr_outs = [], frame.jaxpr.outvars
     for subgraph, row in zip(subgraphs, sets, strict=True):
-        # Its results are unused (test_loops.py::test_what_nobody_reads_is_no_update).
-        if not row:
+        if not row:  # Its results are unused (test_loops.py::test_what_nobody_reads_is_no_update).
             continue
         paths = tuple(tuple(names.paths[i] for i in _new_leaves.bits(each)) for each in row)
         sharded = _sharded_reads(subgraph)
         stored = (jaxpr_outs[i] for each in row for i in _new_leaves.bits(each))
         if not sharded and all(links.sharded_dim(frame, out) is None for out in stored):
             continue
-        if not any(row):  # It makes no leaf, and is named after the one that it reads.
+        if not any(row):  # It updates no leaf, and is named after one that it reads.
             read = max(sharded, key=lambda var: _rules.size_in_bytes(var.aval))
             paths = ((links.leaf_of(frame, read),), *paths[1:])
         found.append(dataclasses.replace(subgraph, leaves=paths))
@@ -263,7 +251,7 @@ def _with_leaves(
 
 
 def largest_read(subgraph: UpdateSubgraph) -> Var:
-    """The matrix or batch that it updates: the largest sharded input, or else the largest input."""
+    """The matrix, or batch of matrices, that it updates: its largest sharded input, or largest input."""
     found = _sharded_reads(subgraph) or _matrices(subgraph)
     return max(found, key=lambda var: _rules.size_in_bytes(var.aval))
 
@@ -276,12 +264,11 @@ def _sharded_reads(subgraph: UpdateSubgraph) -> list[Var]:
     return [v for v, dim in zip(subgraph.reads, subgraph.sharded, strict=True) if dim is not None]
 
 
-# --------------------------------------------------------------------------------------------------
-# Whether two subgraphs compute the same.
+# -- whether two subgraphs compute the same ----------------------------------------------------------
 
 
 def _all_equations(frame: Frame, subgraph: UpdateSubgraph) -> Iterator[Eqn]:
-    """Equations of a subgraph, and those of the jaxprs inside them."""
+    """Equations of a subgraph, and those inside them."""
     for eqn in (frame.jaxpr.eqns[index] for index in subgraph.eqns):
         yield eqn
         for child in frame.inner(eqn):
@@ -294,7 +281,7 @@ def _type(atom: Atom) -> Hashable:
 
 
 def _computes(reads: Sequence[Var], eqns: Iterable[Eqn], gives: Sequence[Atom]) -> Hashable:
-    """A structural hash key of equations, independent of the names of variables."""
+    """A key of equations that does not depend on the names of variables."""
     places: dict[Var, tuple[int, ...]] = {var: (k,) for k, var in enumerate(reads)}
 
     def place(atom: Atom) -> Hashable:
@@ -318,7 +305,7 @@ def _param(value: object) -> Hashable:
         return tuple((str(name), _param(each)) for name, each in sorted(value.items()))
     if isinstance(value, (tuple, list)):
         return tuple(map(_param, value))
-    # Functions have their address in their text, so each equals itself only.
+    # The text of a function has its address, so it equals itself only.
     return _array(value) if isinstance(value, (np.ndarray, jax.Array)) else str(value)
 
 

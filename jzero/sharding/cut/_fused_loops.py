@@ -86,7 +86,6 @@ class _Absorbing:
         self._inside = set(self._loop.made)
 
     def run(self) -> list[Eqn]:
-        """All equations, with those that are worth it moved into the loop."""
         moved = self._worth(self._movable())
         for eqn in moved:
             self._loop.run(eqn)

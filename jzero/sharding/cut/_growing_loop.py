@@ -101,7 +101,6 @@ class GrowingLoop(ScanBuilder):
         self.xs = [port for port in self.xs if port.row in needed]
 
     def equations(self) -> list[Eqn]:
-        """The loop, and equations around it."""
         return self.build().equations()
 
     def _rows_of(self, atom: Atom) -> Atom:

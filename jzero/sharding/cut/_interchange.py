@@ -56,8 +56,6 @@ def layer_major(
 
 
 class _MicrobatchLoop(NamedTuple):
-    """A loop over microbatches."""
-
     eqn: Eqn
     consts: dict[Var, Atom]  # Loop constants, by their names in the body.
     body: Jaxpr  # Without barriers around values derived from leaves.
@@ -152,7 +150,6 @@ class _LayerMajor:
     # -- from one microbatch to the next ---------------------------------------------------------------
 
     def _check_carries(self) -> None:
-        """Finds the parts that update each carry."""
         bad = []
         for each in map(Running, self._before, self._init, self._after, self._outs):
             if each.after is each.before:
@@ -216,7 +213,6 @@ class _LayerMajor:
         self._all.run(local, running, made)
 
     def _scanned_layers(self, part: ScannedLayers, wanted: set[Var]) -> None:
-        """The layers' loop, with a loop over microbatches in each iteration."""
         scan, inner = part.parts, AllMicrobatches(self._eqn)
         pairs, running = self._enter(part, inner)
         own = {*scan.body.invars}.difference(inner.shared)
@@ -289,5 +285,4 @@ def _takes_over(part: StraightStage | ScannedLayers, before: Var, after: Atom) -
 
 
 def _type_of(var: Var) -> str:
-    """`float32[2,3]`."""
     return f"{var.aval.dtype}[{','.join(map(str, var.aval.shape))}]"

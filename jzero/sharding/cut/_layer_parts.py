@@ -28,8 +28,6 @@ ON_HOST, SENT, UNREAD = "on host", "sent", "unread"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerBody:
-    """An iteration's equations."""
-
     invars: tuple[Var, ...]  # Loop constants, the carry, and slices of stacks.
     consts: dict[Var, Any]  # Of the body's constvars.
     slices: tuple[Var, ...]  # Those of leaves.

@@ -108,7 +108,6 @@ class _LayerCutter:
         self._offloaded = _residuals.marks(jaxpr.eqns) - self._recomputed.keys()
 
     def _derived(self, with_repeats: bool) -> dict[Var, Eqn]:
-        """Values derived only from leaves and, `with_repeats`, those that repeat few elements."""
         derived: dict[Var, Eqn] = {}
         follows, cheap = ParamDerived(self._leaves, self._batch), set[Var]()
         for eqn in self._jaxpr.eqns:

@@ -31,8 +31,6 @@ _SCALARS = -1  # The component of equations on scalars of several components.
 
 @dataclasses.dataclass(frozen=True)
 class Subgraph:
-    """An independent update subgraph."""
-
     level: int  # Subgraphs of lower levels run before it.
     eqns: tuple[int, ...]  # Indices in the root frame; cheap ones may also be in others.
     reads: tuple[Var, ...]  # Leaves, values of the forward-backward program, and of lower levels.
@@ -189,7 +187,6 @@ class _UpdateCutter:
         ]
 
     def _levels(self) -> dict[int, tuple[int, int]]:
-        """Level and component of every node."""
         found: dict[int, tuple[int, int]] = {}
         numbers: dict[int | Var, int] = {}
         makers = self._frame.makers
