@@ -225,7 +225,11 @@ def test_floors_name_existing_rooms():
             "from jzero.offload._sliced import x",
             "_sliced, which is above it",
         ),
-        ("_sharded_step", "from jax._src import core", "jax._src.core: only tracing/_internals may"),
+        (
+            "_sharded_step",
+            "from jax._src import core",
+            "jax._src.core: only tracing/_internals may",
+        ),
         ("tracing/_jaxpr", "import jax._src.core", "jax._src.core: only tracing/_internals may"),
         ("_sharded_step", "from jzero.tracing._internals import xla", "only tracing may"),
         (

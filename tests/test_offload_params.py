@@ -226,6 +226,39 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
     np.testing.assert_allclose(loss, jnp.mean((x @ weights[0]) ** 2), rtol=1e-5)
 
 
+@pytest.mark.parametrize("of_layers", [True, False])
+def test_programs_that_differ_in_a_callback_alone(of_layers):
+    """Equal layers, or updates, share a program; the text of a jaxpr does not tell callbacks apart."""
+    scales = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+    def times(scale, x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: np.float32(scale) * np.asarray(x), shape, x)
+
+    def loss_fn(weights, x):
+        for w, scale in zip(weights, scales, strict=True):
+            x = jnp.tanh(x @ w)
+            x = x + times(scale, jax.lax.stop_gradient(x)) if of_layers else x
+        return jnp.mean(x**2)
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state["w"], x)
+        moments = [0.9 * m + g for m, g in zip(state["m"], grads, strict=True)]
+        updates = moments if of_layers else map(times, scales, moments)
+        weights = [w - 0.1 * u for w, u in zip(state["w"], updates, strict=True)]
+        return {"w": weights, "m": moments}, loss
+
+    keys = jax.random.split(jax.random.key(0), len(scales))
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys]
+    state = {"w": weights, "m": [*map(jnp.zeros_like, weights)]}
+    policy = jzero.PinnedHost(device_bytes=2**11 if of_layers else 2**10)
+    memory = jzero.Memory(params=policy) if of_layers else jzero.Memory(optimizer=policy)
+    train_step = small.shard_train_step(step, mesh=small.mesh(data=4), memory=memory)
+    found = train_step(train_step.init(lambda: state), batch(0))
+    expected = zoo.to_host(jax.jit(step)(state, batch(0)))
+    zoo.assert_trees_close(zoo.to_host(found), expected, zoo.FP32, "step 0")
+
+
 def peak_bytes(monkeypatch, train_step, state, *batches, of=lambda x: True):
     """The most bytes of arrays on the devices between two programs of a second step, above those before."""
     found, stream = [0], _stream.stream

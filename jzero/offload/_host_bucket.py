@@ -133,7 +133,7 @@ class HostBucket:
         if self._cut:
             jaxpr = jax.make_jaxpr(self.update)(self.state_avals(), self.input_avals())
             constants = [*constants, *jaxpr.consts]
-        text = _rewrite.whole_text(jaxpr)
+        text = _rewrite.program_key(jaxpr)
         if constants or text is None:
             return None
         passed = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]

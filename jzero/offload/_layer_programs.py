@@ -226,7 +226,7 @@ class LayerPrograms:
             outvars=[*part.outputs],
             eqns=[*part.eqns],
         )
-        text = _rewrite.whole_text(jaxpr)
+        text = _rewrite.program_key(jaxpr)
         axes = tuple(self._inner.indices.get(var) for var in reads)
         nums = len(part.leaves), len(reads)
         key = (text, *map(self.form, takes), *map(self.form, part.outputs), nums, axes)

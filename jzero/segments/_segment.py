@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import jax
@@ -62,17 +62,17 @@ class Compiled:
 
     def __init__(self, share: bool):
         self._share = share
-        self._shared: dict[tuple[str | None, tuple[int, ...]], SegmentFn] = {}
+        self._shared: dict[Hashable, SegmentFn] = {}
         self._of: dict[tuple[tuple[int, ...], tuple[Var, ...]], SegmentFn] = {}
 
     def of(self, segment: Segment, values: Values) -> SegmentFn:
         if (key := (segment.outs, segment.gives)) not in self._of:
-            text = _rewrite.whole_text(jax.make_jaxpr(segment.run)(*segment.taken(values)))
-            shared = self._share and text is not None
-            # The text lacks the grouping of arguments and results.
+            program = _rewrite.program_key(jax.make_jaxpr(segment.run)(*segment.taken(values)))
+            # That does not tell how arguments and results are grouped.
             nums = tuple(map(len, (segment.consumes, segment.reads, segment.gives, segment.outs)))
-            equal, own = (text, nums), segment.jitted
-            self._of[key] = self._shared.setdefault(equal, own) if shared else own
+            equal, own = (program, nums), segment.jitted
+            is_shared = self._share and program is not None
+            self._of[key] = self._shared.setdefault(equal, own) if is_shared else own
         return self._of[key]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -442,8 +442,12 @@ def _is_jaxpr(param: Any) -> bool:
 
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
+    return jaxprs_in(eqn.params.values())
+
+
+def jaxprs_in(params: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
-    for param in eqn.params.values():  # Most are sizes and flags; this is called for each equation.
+    for param in params:  # Most are sizes and flags; this is called for each equation.
         if isinstance(param, (tuple, list)):
             if param and type(param[0]) is not int:
                 found += filter(_is_jaxpr, param)
