@@ -165,14 +165,11 @@ def cond_parts(eqn: Eqn) -> list[tuple[Jaxpr, list[Any]]]:
 # have been taken, so custom rules do not matter any more.
 CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # JAX 0.12's closed_call, as in checkpoint policies around a scan
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
 }
 
 
@@ -249,7 +246,7 @@ def axes_of(eqn: Eqn) -> tuple[Any, ...]:
 
 def is_rematted(eqn: Eqn) -> bool:
     """Whether it is a `jax.checkpoint` in a backward pass, which recomputes."""
-    return eqn.primitive.name in ("remat2", "checkpoint") and bool(eqn.params["differentiated"])
+    return eqn.primitive.name == "remat2" and bool(eqn.params["differentiated"])
 
 
 def prevents_cse(eqn: Eqn) -> bool:

@@ -26,9 +26,7 @@ REDUCTIONS = frozenset({"psum", "psum_invariant"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 AGREEING = REDUCTIONS | GATHERS | {"pmax", "pmin"}
 # Collectives whose result differs between devices of their axes.
-SPREADING = frozenset(
-    {"axis_index", "ppermute", "pshuffle", "all_to_all", "reduce_scatter", "psum_scatter"}
-)
+SPREADING = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 COLLECTIVES = AGREEING | SPREADING
 
 

@@ -181,22 +181,18 @@ class Facts:
     def stack(self, body: Region, order: Order) -> Order:
         """The orders of the slices of a stack that a scan makes."""
         assert body.around is not None
-        region = body.around[0]
-
-        def make() -> Order:
-            root = "stack", body, order.root
-            return dataclasses.replace(order, region=region, root=root, of=order, body=body)
-
-        return self.order(("stack", body, order), make)
+        return self._of_scan("stack", body, order, body.around[0])
 
     def slice(self, body: Region, order: Order) -> Order:
         """The order of a slice of a stack with these orders."""
+        return self._of_scan("slice", body, order, body)
 
-        def make() -> Order:
-            root = "slice", body, order.root
-            return dataclasses.replace(order, region=body, root=root, of=order, body=None)
-
-        return self.order(("slice", body, order), make)
+    def _of_scan(self, kind: str, scan: Region, order: Order, region: Region) -> Order:
+        body, root = None if region is scan else scan, (kind, scan, order.root)
+        return self.order(
+            (kind, scan, order),
+            lambda: dataclasses.replace(order, region=region, root=root, of=order, body=body),
+        )
 
     def _through(self, eqn: Eqn, ins: Sequence[Fact]) -> Sequence[Fact]:
         if self.region.inner(eqn):
@@ -215,7 +211,7 @@ class Facts:
         if not orders and not any(has_sort(each.jaxpr) for each in inner):
             return [*found.values()]
         name, ways = eqn.primitive.name, edges(region, eqn)
-        if orders and name not in ("scan", *_CHECKPOINTS):
+        if orders and name not in ("scan", "remat2"):
             raise OutOfOrderError(orders)
         carried = {edge.target for edge in ways if edge.kind is EdgeKind.BACK}
         for edge in ways:
@@ -225,7 +221,7 @@ class Facts:
             self.run(each)
         for edge in ways:
             if edge.kind is EdgeKind.OUT:
-                passes = edge.shift > 0 or name in _CHECKPOINTS
+                passes = edge.shift > 0 or name == "remat2"
                 found[edge.target[1]] = self._across(edge, passes)
             elif edge.kind is not EdgeKind.IN:
                 self._across(edge, False)
@@ -729,7 +725,6 @@ def has_sort(jaxpr: Any) -> bool:
     return any(eqn.primitive.name == "sort" for eqn in _jaxpr.walk(jaxpr))
 
 
-_CHECKPOINTS = ("remat2", "checkpoint")
 _RULES = {
     "reshape": _reshape, "squeeze": _reshape, "broadcast_in_dim": _broadcast, "iota": _iota,
     "convert_element_type": _cast, "max": _extremes, "min": _extremes, "top_k": _index_of_extreme,
@@ -738,5 +733,5 @@ _RULES = {
     "shift_right_arithmetic": _div, "shift_right_logical": _div,
     "select_n": _select, "reduce_sum": _reduce_sum, "sort": _sort, "gather": _gather,
     "scatter": _scatter, "scatter-add": _scatter, "ragged_dot_general": _ragged_dot,
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier", "name"), _same),
+    **dict.fromkeys(("copy", "stop_gradient", "optimization_barrier", "name"), _same),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
 # Their semantics are unknown, and so are the matrices that they update.
-_OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_call"})
+_OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
 
 
 @dataclasses.dataclass(frozen=True)
