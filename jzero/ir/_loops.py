@@ -202,10 +202,10 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
     ::
 
-    made = make(xs[0])
-    for i in range(length - 1):
-        made, (carry, ys[i]) = make(xs[i + 1]), body(carry, xs[i], made)
-    carry, ys[-1] = body(carry, xs[-1], made)
+        made = make(xs[0])
+        for i in range(length - 1):
+            made, (carry, ys[i]) = make(xs[i + 1]), body(carry, xs[i], made)
+        carry, ys[-1] = body(carry, xs[-1], made)
     """
     assert not _jaxpr.scan_parts(scan.eqn).body_consts, "they are not in scope outside the loop"
     making, rest = _making(scan, ahead)
