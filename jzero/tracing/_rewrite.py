@@ -241,7 +241,8 @@ def program_key(jaxpr: Any) -> Hashable | None:
     unclear = re.compile(r" at 0x|\.\.\.")
     if not unclear.search(text):
         return text
-    eqns = [*_jaxpr.walk(_jaxpr.open_jaxpr(jaxpr)[0])]
+    inner = _jaxpr.walk(_jaxpr.open_jaxpr(jaxpr)[0])
+    eqns = [eqn for eqn in inner if eqn.primitive.name not in _jaxpr.CALLS]
     plain = [p for eqn in eqns for p in eqn.params.values() if not _jaxpr.jaxprs_in([p])]
     key = (text, *(p for p in plain if unclear.search(str(p))))
     try:
