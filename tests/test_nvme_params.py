@@ -16,7 +16,7 @@ import parity
 import small
 import test_offload_params as infinity
 import zoo
-from jzero.offload._file_reads import FileReads, FileRun
+from jzero.offload._file_reads import FileReads, FileReader
 from jzero.offload.memory._pinned_pool import PinnedPool
 from small import grouped
 from test_nvme import in_files
@@ -272,7 +272,7 @@ def test_reads_begin_before_earlier_layers_have_run(tmp_path: Path, monkeypatch:
     """As far ahead as there is room: of 12 layers, several are asked for when the first is fetched."""
     asked: list[Any] = []
     fetched: list[int] = []
-    begin, fetch = FileRun._begin, FileRun.fetched
+    begin, fetch = FileReader._begin, FileReader.fetched
 
     def beginning(run: Any, reads: Any, waits: bool = False) -> bool:
         begun = begin(run, reads, waits)
@@ -283,8 +283,8 @@ def test_reads_begin_before_earlier_layers_have_run(tmp_path: Path, monkeypatch:
         fetched.append(len(asked))
         return fetch(run, wanted)
 
-    monkeypatch.setattr(FileRun, "_begin", beginning)
-    monkeypatch.setattr(FileRun, "fetched", fetching)
+    monkeypatch.setattr(FileReader, "_begin", beginning)
+    monkeypatch.setattr(FileReader, "fetched", fetching)
     train(True, tmp_path, host_bytes=2**20)
     num = 2 * (12 * 3 + 1) - 1  # Each stack's slices, in both passes, and the head.
     assert fetched[0] >= 12 * 3

@@ -490,7 +490,7 @@ def test_stream_keeps_within_its_room(sizes, room):
         alive = [x for x in jax.live_arrays() if x.dtype == mine]
         assert sum(x.size for x in alive if x.sharding.memory_kind == "device") <= room
 
-    def visit(i: int) -> _stream.Visit:
+    def visit(i: int) -> _stream.StreamSlot:
         def fetch():
             events.append(("fetch", i))
             arrays = [jax.device_put(leaves[i], sharding)]
@@ -507,7 +507,7 @@ def test_stream_keeps_within_its_room(sizes, room):
             assert new[i].is_ready()
             ended.append(i)
 
-        return _stream.Visit(sizes[i], fetch, update, over)
+        return _stream.StreamSlot(sizes[i], fetch, update, over)
 
     ended: list[int] = []
     _stream.stream(map(visit, range(len(sizes))), room)
@@ -528,14 +528,14 @@ def test_stream_waits_for_what_is_under_way(under_way, monkeypatch):
     waited: list[int] = []
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: over.update(jax.tree.leaves(tree)))
 
-    def visit(i: int) -> _stream.Visit:
+    def visit(i: int) -> _stream.StreamSlot:
         def fetch():
             waited.append(len(over))
 
         def update(_: Any) -> Any:
             return [i]
 
-        return _stream.Visit(1, fetch, update)
+        return _stream.StreamSlot(1, fetch, update)
 
     _stream.stream(map(visit, range(8)), 2**20, under_way)
     late = 8 if under_way is None else under_way + 1

@@ -75,8 +75,8 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     # A program takes the slices of an iteration out of stacks: one by itself, or that of an iteration before
     # it.
     visits = {around[-1]: num for op, num, around in done(schedule, Fetch) if op.by}
-    riding = {ride for op, *_ in done(schedule, Run) for ride in op.rides}
-    apart = sum(num for op, num, _ in done(schedule, Fetch) if op.by and op not in riding)
+    inside = {x for op, *_ in done(schedule, Run) for x in op.transfers}
+    apart = sum(num for op, num, _ in done(schedule, Fetch) if op.by and op not in inside)
     first = [op for loop in visits for op in loop.first if isinstance(op, Fetch)]
     assert started["fetch"] == apart + len(first)
 

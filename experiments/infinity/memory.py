@@ -36,7 +36,7 @@ import jzero
 from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
 from jzero.offload.execute import _stream
-from jzero.offload.execute._stream import Visit
+from jzero.offload.execute._stream import StreamSlot
 from tiers import ACTIVATIONS, ALL, IN_TURN, LAYER_MAJOR, ONE_DEVICE, PLAIN, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
@@ -77,11 +77,11 @@ class Watch:
         self._stream = _stream.stream
         self.parameters = self.total = 0
 
-    def stream(self, visits: Iterable[Visit | None], *limits: Any) -> None:
+    def stream(self, visits: Iterable[StreamSlot | None], *limits: Any) -> None:
         """As `_stream.stream`, and looks."""
         self._stream((visit and self._watched(visit) for visit in visits), *limits)
 
-    def _watched(self, visit: Visit) -> Visit:
+    def _watched(self, visit: StreamSlot) -> StreamSlot:
         def fetch() -> Any:
             arrays = visit.fetch()
             self._fetched += map(weakref.ref, arrays.values())

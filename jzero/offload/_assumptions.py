@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that begin before all that they read is there, as if the rest decided what it did in the last step.
+"""Updates that start before all their inputs exist, as if these decided what they did in the last step.
 
 A clip is `select(norm < most, g, g / norm * most)`: where it does not clip, nothing depends on the norm. Or
 it is `g * min(1, most / norm)`: where it does not clip, that factor is what it was in the last step.
@@ -23,7 +23,7 @@ from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.cut._transfers import is_scalar
 from jzero.tracing._types import Eqn, Var
 
-# Of which all combinations are looked at.
+# All their combinations are examined.
 _MOST_DECISIONS = 4
 
 # A number on each device.
@@ -32,26 +32,22 @@ Numbers = Mapping[Var, Sequence[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """Numbers decide what they decided in the last step; or they are what they were, if more depends on them.
+    """Numbers decide as in the last step, or are what they were then, if more depends on them.
 
-    The update begins with the last step's numbers. It is the same machine code, so that where the assumption
+    The update starts with the last step's numbers. It runs the same machine code, so where the assumption
     holds, it makes the same bits as with the numbers of this step.
-
-    Attributes:
-      numbers: those that come at the end of the backward pass.
-      decisions: booleans among them, by which the update chooses between two values.
-      needs: for all that they may decide, in the order of `itertools.product`: on which numbers the update
-        depends then.
     """
 
-    numbers: tuple[Var, ...]
-    decisions: tuple[Var, ...]
+    numbers: tuple[Var, ...]  # that come at the end of the backward pass
+    decisions: tuple[Var, ...]  # booleans among them, by which the update selects one of two values
+    # the numbers on which the update depends, for each outcome of the decisions in the order of
+    # `itertools.product`
     needs: tuple[frozenset[Var], ...]
 
     def is_likely(self, last: Numbers, before: Numbers) -> bool:
-        """Whether an update may begin with the last step's numbers.
+        """Whether an update may start with the last step's numbers.
 
-        So if it depends on decisions alone, or on numbers that were the same in the step before the last.
+        It may if it depends on decisions alone, or on numbers that did not change between the last two steps.
         """
         if not self._needs(last).issubset(self.decisions) and not (
             before and self.holds(before, last)
@@ -60,10 +56,13 @@ class Assumption:
         return self.holds(last, last)
 
     def holds(self, last: Numbers, now: Numbers) -> bool:
-        """Whether an update with the last step's numbers has made what it makes with those of this step."""
+        """Whether an update with the last step's numbers makes the same bits as with those of this step."""
         needs = self._needs(last)
         return all(
-            _same_bits(last[var], now[var]) if var in needs else all(map(_is_usual, now[var]))
+            # Bits: zeros of two signs are equal and make other results, and NaN is the other way round.
+            [x.tobytes() for x in last[var]] == [x.tobytes() for x in now[var]]
+            if var in needs
+            else all(map(_is_usual, now[var]))
             for var in self.numbers
         )
 
@@ -75,18 +74,13 @@ class Assumption:
 
 
 class History(NamedTuple):
-    """What the numbers of a step's assumptions were in its last two runs; nothing before the first.
-
-    Attributes:
-      last: of the last run.
-      before: of the run before it.
-    """
+    """The numbers of a step's assumptions in its last two runs; empty before the first."""
 
     last: Numbers = {}
     before: Numbers = {}
 
     def allows(self, assumption: Assumption | None) -> bool:
-        """Whether an update may begin that assumes this, or nothing."""
+        """Whether an update with this assumption, or none, may start."""
         if assumption is None:
             return True
         return bool(self.last) and assumption.is_likely(self.last, self.before)
@@ -98,29 +92,21 @@ class History(NamedTuple):
 def numbers_of(
     assumptions: Iterable[Assumption | None], reads: Mapping[Var, jax.Array], places: Sequence[int]
 ) -> Numbers:
-    """The numbers of assumptions, of the devices at these places among those of the process."""
+    """The numbers of assumptions on the devices at these indices among the process's."""
     found = {var for each in assumptions if each for var in each.numbers}
     return {var: [np.array(reads[var].addressable_data(k)) for k in places] for var in found}
 
 
-def _same_bits(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    """Zeros of two signs are equal, and make other bits; NaN is not, and makes the same."""
-    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
-
-
 def _is_usual(x: np.ndarray) -> bool:
-    """Whether a kernel may divide by it as ever.
-
-    By an unusual number, also one that nobody chooses, it divides in another way, and then so it does by all
-    others (`_kernel._reciprocals`).
-    """
+    # By an unusual number, even one that nothing selects, a kernel divides in another way; then it does so by
+    # all others, too (`_kernel._reciprocals`).
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return True
     return bool(USUAL[0] <= abs(float(x)) <= USUAL[1])
 
 
 def assumption_of(frame: Frame, subgraph: Subgraph, numbers: Sequence[Var]) -> Assumption | None:
-    """What lets an elementwise subgraph begin without the numbers that come last; None if nothing does."""
+    """What lets an elementwise subgraph start without the numbers that come last; None if nothing does."""
     eqns = [frame.jaxpr.eqns[i] for i in subgraph.eqns]
     chosen_by = _choices(eqns, numbers)
     decisions = tuple(dict.fromkeys(chosen_by.values()))
@@ -135,7 +121,7 @@ def assumption_of(frame: Frame, subgraph: Subgraph, numbers: Sequence[Var]) -> A
 
 
 def _choices(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> dict[int, Var]:
-    """Equations that choose by one of these numbers, by index, and by which."""
+    """The equations that choose by one of these numbers, by index, and by which."""
     spread = {var: var for var in numbers if var.aval.dtype == jnp.bool_}
     found: dict[int, Var] = {}
     for i, eqn in enumerate(eqns):
@@ -150,7 +136,7 @@ def _choices(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> dict[int, Var]:
 
 
 def _computes_numbers(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> bool:
-    """Whether other numbers follow from these, of which nobody would know whether they are usual."""
+    """Whether other scalars follow from these, of which nobody would know whether they are usual."""
     read = {*numbers}
     return any(
         all(map(is_scalar, eqn.outvars)) and not read.isdisjoint(variables(eqn.invars))
@@ -161,7 +147,7 @@ def _computes_numbers(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> bool:
 def _read(
     eqns: Sequence[Eqn], outs: Sequence[Var], chosen_by: Mapping[int, Var], decided: Mapping[Var, bool]
 ) -> frozenset[Var]:  # fmt: skip
-    """All that outputs depend on, if these decisions are made."""
+    """All that outputs depend on under these decisions."""
     read = {*outs}
     for i, eqn in reversed([*enumerate(eqns)]):
         if read.isdisjoint(eqn.outvars):

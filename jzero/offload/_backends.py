@@ -35,7 +35,7 @@ _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
 
 class InTier(Backend):
-    """What they have in common. Parameters may be stored on the hosts beside any of them, or in its files."""
+    """What backends share. Parameters may be stored on the hosts with any of them, or in its files."""
 
     def check(self, stage_axes: StageAxes) -> None:
         """Raises an `OptionError` if the policies cannot be obeyed on these axes."""
@@ -67,7 +67,7 @@ class InTier(Backend):
     def buckets(
         self, leaves: Leaves, frame: Frame, update: OptimizerProgram, interface: ProgramInterface
     ) -> tuple[UpdateBucket, ...]:
-        """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
+        """What hosts and devices update; or, on the devices alone, as much at a time as there is room for."""
         if self.updates_on_host:
             return _tiers.buckets(leaves, update)
         return device_buckets(leaves, frame, update, interface, self.visiting_bytes)
@@ -81,18 +81,18 @@ class InTier(Backend):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """One program, or parts and buckets of the update one after the other; the devices update."""
+        """One program, or parts and then buckets of the update; the devices update."""
         if not self.offloads:
             return WholeStep(planned, shardings)
         return DeviceStep(planned, shardings, self.window)
 
 
 class OnDevices(InTier):
-    """Optimizer state is stored on the devices, of `NoOffload`."""
+    """`NoOffload`: optimizer state on the devices."""
 
 
 class InPinnedMemory(InTier):
-    """Optimizer state is stored in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
+    """`PinnedHost`: optimizer state in pinned memory, updated on the devices."""
 
     tier = PINNED
 
@@ -102,7 +102,7 @@ class InPinnedMemory(InTier):
 
 
 class OnHostCPU(InTier):
-    """Optimizer state is stored in ordinary memory of the hosts and is updated there, of `HostCPU`."""
+    """`HostCPU`: optimizer state in the hosts' memory, updated there."""
 
     tier = HOST
 
@@ -123,7 +123,7 @@ class OnHostCPU(InTier):
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
-        """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
+        """Optimizer state on the hosts, except what `ratio` leaves on the devices."""
         placed, update = super().store(leaves, frame, mesh, stage_axes)
         if self.waits:
             _tiers.check_delayed(leaves, frame, update)
@@ -145,13 +145,13 @@ class OnHostCPU(InTier):
 
 
 class InFiles(InTier):
-    """Optimizer state is stored in files and is updated by the hosts, of `NVMe`."""
+    """`NVMe`: optimizer state in files, updated by the hosts."""
 
     tier = NVME
 
     @property
     def first_tier(self) -> str:
-        """Ordinary memory of the host: what is in which tile the step says."""
+        """Ordinary memory: only the step knows the layout of the files."""
         return HOST
 
     def step(
@@ -179,8 +179,7 @@ _BACKENDS: dict[type[Policy], type[InTier]] = {
 def backend_of(who: str, memory: Memory) -> Backend:
     """What obeys the policies of a train step, or of an estimate.
 
-    Raises:
-      OptionError: that of parameters is none for them, or does not fit that of optimizer state.
+    Raises an `OptionError` if these policies do not go together.
     """
     state: Any = memory.optimizer
     params: Any = memory.params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast host, devices and the way between them are: what `HostCPU(ratio='auto')` goes by."""
+"""Measured bandwidth of host, device and link: what `HostCPU(ratio="auto")` goes by."""
 
 from __future__ import annotations
 
@@ -20,24 +20,17 @@ _SIZE = 2**24
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second, of one device and its share of the host's processors.
+    """Bytes per second, of one device and its share of the host's processors."""
 
-    Attributes:
-      host: of optimizer state, updated by the host in its place.
-      device: the same by the device.
-      link: copied from the device to the host or back, the slower of both.
-    """
-
-    host: float
-    device: float
-    link: float
+    host: float  # optimizer state updated by the host
+    device: float  # the same by the device
+    link: float  # device to host or back, the slower of both
 
 
 def share(bandwidths: Bandwidths, state_bytes: float, transfer_bytes: float) -> float:
     """The share of optimizer state with which host and device end together.
 
-    `transfer_bytes` go to the host, or come from there, if all of it is stored on the host. Copies run beside
-    the update, so the slower of both counts.
+    `transfer_bytes` cross if all of it is on the host. Copies run beside the update, so the slower counts.
     """
     on_host = max(state_bytes / bandwidths.host, transfer_bytes / bandwidths.link)
     on_device = state_bytes / bandwidths.device
@@ -48,18 +41,9 @@ def share(bandwidths: Bandwidths, state_bytes: float, transfer_bytes: float) -> 
 def measure(device: jax.Device, num_devices: int, threads: int | None) -> Bandwidths:
     """Measures on a device of this process, which has `num_devices`; takes about a second, once."""
     with jax.set_mesh(None):  # One around the call has other devices.
-        return _measured(device, num_devices, threads)
-
-
-def _measured(device: jax.Device, num_devices: int, threads: int | None) -> Bandwidths:
-    down, up = _links.copied([device], arrival_bytes())
-    # The devices of a host share its processors.
-    return Bandwidths(host_update(threads) / num_devices, device_update(device), min(down, up))
-
-
-def arrival_bytes() -> int:
-    """Bytes of the gradients of what is updated here."""
-    return _SIZE * jnp.dtype(jnp.bfloat16).itemsize
+        link = min(_links.copied([device], 2 * _SIZE))  # gradients in bfloat16
+        # The devices of a host share its processors.
+        return Bandwidths(host_update(threads) / num_devices, device_update(device), link)
 
 
 def host_update(threads: int | None) -> float:
@@ -93,7 +77,7 @@ def device_update(device: jax.Device) -> float:
 
 
 def _moments(state: Any, inputs: Any) -> Any:
-    """Adam's arithmetic, as far as memory is concerned."""
+    """Adam's arithmetic, as far as memory traffic is concerned."""
     (m, v), (g,) = state, inputs
     g = g.astype(m.dtype)
     m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How programs are compiled that copy from the host beside what they compute."""
+"""Compiler options of programs that copy from the host beside what they compute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import jax
 from jzero.sharding.plan._host_memory import platform_of
 
 ITERATION = "iteration_beside_copies"
-# To XLA, slices that a GPU copies from the host's memory are compute beside the compute stream, of which few
-# may be under way: of the copies of a layer's nine leaves the others would wait for each other, behind the
-# products (test_layers_on_gpus.py). In such a program so many may be under way.
+# To XLA, slices that a GPU copies from the host's memory are asynchronous compute, of which few may run at a
+# time: most copies of a layer's nine leaves would wait, behind its products (test_layers_on_gpus.py).
 _OPTIONS: Mapping[str, Any] = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 def options_of(program: str, mesh: Any) -> dict[str, Any]:
-    """Compiler options of the program with this name, on these devices."""
     return dict(_OPTIONS) if program == ITERATION and platform_of(mesh) == "gpu" else {}
 
 

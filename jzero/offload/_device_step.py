@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeviceStep`: leaves that are stored on the hosts come to the devices, are updated there, and go back."""
+"""`DeviceStep`: leaves that are stored on the hosts are fetched, updated on the devices, and sent back."""
 
 from __future__ import annotations
 
@@ -24,47 +24,42 @@ from jzero.sharding.plan._backend import Window, waits
 from jzero.sharding.plan._plan import UpdateBucket
 
 # [Note: a loop of small programs]
-# In one program the scheduler would have to keep the bound on what is on the devices, and XLA merges and
-# hoists copies of equal operands. A loop of programs keeps the bound on every backend. It costs a dispatch
-# for each program, and the step can neither be lowered nor run under an outer `jax.jit`.
+# In one program XLA's scheduler would have to keep the memory budget, and XLA merges and hoists copies of
+# equal operands. A loop of programs keeps the budget on every backend. It costs a dispatch for each program,
+# and the step can neither be lowered nor run under an outer `jax.jit`.
 
 
 class DeviceStep(ListedStep):
     """A step as several programs: forward and backward, then the buckets of the update, one after the other.
 
     An evaluation has no buckets.
-
-    Attributes, beside those of `ListedStep`:
-      compiled: the programs of whole buckets, after a step.
     """
 
     def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
         super().__init__(planned, shardings)
         self.cut(window, lambda var: not is_scalar(var))
-        # Over automatic axes, equal programs may have to leave their leaves in different places.
+        # Over Auto axes, equal programs may leave their leaves in different shardings.
         self.compiled = Compiled(share=not planned.plan.automatic)
-        # The shardings of what is in pinned memory when the update begins, or comes to be there.
-        self._pinned = {var: shardings[i] for var, i in self.away.items()}
+        # The shardings of what the update finds, or puts, in pinned memory.
+        self._pinned = {var: shardings[i] for var, i in self.offloaded.items()}
         for var in self.layered.sent if self.layered else ():
             place = self.grad.types[var].aval(planned.mesh).sharding
             self._pinned[var] = place.with_memory_kind(PINNED)
         new = planned.frame.jaxpr.outvars[: len(self.leaves)]
         self._unchanged = {var for var, atom in zip(self.invars, new, strict=False) if atom is var}
-        # For each value, the last bucket that takes it.
+        # The last bucket that takes each value.
         self._last = {self.name(v): i for i, part in enumerate(self.buckets) for v in part.takes}
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; of a `while` one iteration."""
+        """See `StepProgram`; one iteration of a `while`."""
         return jax.make_jaxpr(self.__call__)(state, arrays)
 
     def code_paths(self) -> str:
-        """The host updates nothing."""
         return ""
 
     # -- the list --------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """The forward-backward program, and each bucket of the update: its leaves come, and go back."""
         ops = (*waits(self.plan), *self._program.ops)
         return Schedule(ops, self.layered.buffers() if self.layered else ())
 
@@ -78,23 +73,22 @@ class DeviceStep(ListedStep):
 
     @functools.cached_property
     def _gradients(self) -> Section:
-        """Forward and backward."""
         grad = self.grad
         if self.layered is not None:
             return self.layered.section
         gives = (*map(self.name, grad.gives), *(self._new[i] for i in grad.outs))
-        call = called(grad, lambda _: grad.jitted)
+        call = called(grad, grad.jitted)
         return Section((Run("gradients", tuple(map(self.name, grad.takes)), gives, call),))
 
     @functools.cached_property
     def _update(self) -> Section:
-        """What runs behind the forward-backward program."""
+        """All buckets of the update."""
         ops = [op for index, _ in enumerate(self.buckets) for op in self._ops(index)]
         return Section(tuple(ops), self.plan.device_bytes)
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
-        """By which name each output is known: leaves in slices by that of the old one."""
+        """The name of each output: leaves that are updated in slices keep theirs."""
         parts = zip(self.buckets, self.plan.buckets, strict=True)
         sliced = [i for bucket, plan in parts if plan.parts > 1 for i in bucket.outs]
         in_place = filter(self._is_pinned, sliced)
@@ -111,13 +105,13 @@ class DeviceStep(ListedStep):
         return self._whole(index, bucket, plan)
 
     def _whole(self, index: int, bucket: Segment, plan: UpdateBucket) -> Iterator[Op]:
-        """The leaves of a bucket come, are updated, and go back."""
+        """Fetches the leaves of a bucket, updates them, and sends them back."""
         pinned, name = self._pinned, self.name
         fetched = [var for var in bucket.takes if var in pinned]
         freed = [v for v in fetched if self._last[name(v)] == index and v not in self._unchanged]
         back = [i for i in bucket.outs if self._is_pinned(i)]
         overwritten = [self.invars[i] for i in back]
-        # Nobody reads these.
+        # Never fetched, as nothing reads them.
         freed += [var for var in overwritten if name(var) not in self._last]
         yield Fetch(
             tuple(map(name, fetched)), PINNED,
@@ -125,7 +119,7 @@ class DeviceStep(ListedStep):
             nbytes=plan.nbytes_at_once, frees=frozenset(map(name, freed)),
         )  # fmt: skip
         gives = (*map(name, bucket.gives), *(self._new[i] for i in bucket.outs))
-        call = called(bucket, functools.partial(self.compiled.of, bucket), waits=True)
+        call = called(bucket, self.compiled)
         yield Run("a bucket of the update", tuple(map(name, bucket.takes)), gives, call)
         if back:
             places = tuple(pinned[var] for var in overwritten)

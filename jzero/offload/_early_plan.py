@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which updates the host begins while earlier layers still compute their backward pass, and which it cannot.
+"""Which updates the host starts while earlier layers still compute their backward pass.
 
-An update whose gradients are there begins, if nothing that it reads or overwrites is still to come: no value
-of all gradients, such as their norm, and no later part of the step that fetches its parameters. Where such a
-value only decides, as a clip does, the update begins as if it decided what it did in the last step.
+An update whose gradients have arrived starts if nothing that it reads or overwrites is still to come: no
+value of all gradients, such as their norm, and no later part of the step that fetches its parameters. Where
+such a value only decides, as a clip does, the update starts as if it decided as in the last step.
 """
 
 from __future__ import annotations
@@ -36,35 +36,25 @@ _ASSUMED = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EarlyBucket:
-    """Subgraphs that begin together, as one function of one device's shards.
-
-    Attributes:
-      subgraphs: each treats all elements of its leaves alike.
-      part: of the forward-backward program, by index, after which they begin.
-      num_slices: into so many slices along dim 0 their leaves are cut, one after each iteration of that part;
-        0 if they are updated whole.
-      leaves: the leaves that they read and renew, by index.
-      reads: gradients, and what else they read.
-      assumption: of what they read, numbers that they begin without; None if they begin with all of it.
-    """
+    """Subgraphs that start together, as one function of one device's shards; each is elementwise."""
 
     subgraphs: tuple[Subgraph, ...]
-    part: int
-    num_slices: int
-    leaves: tuple[int, ...]
-    reads: tuple[Var, ...]
-    assumption: Assumption | None = None
+    part: int  # of the forward-backward program, by index, after which they start
+    num_slices: int  # along dim 0, one after each iteration of that part; 0 for whole leaves
+    leaves: tuple[int, ...]  # that they read and update, by index
+    reads: tuple[Var, ...]  # gradients, and what else they read
+    assumption: Assumption | None = None  # about numbers that they start without
 
     @property
     def begins_with(self) -> list[Var]:
-        """What they read when they begin: all that is not assumed."""
+        """What they read when they start: all that is not assumed."""
         assumed = self.assumption.numbers if self.assumption else ()
         return [v for v in self.reads if v not in assumed]
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyPlan:
-    """The host's subgraphs in two: early buckets; and, by index, why others wait for all gradients."""
+    """The host's subgraphs: early buckets, and why each other one (by index) waits for all gradients."""
 
     buckets: tuple[EarlyBucket, ...]
     late: dict[int, str]
@@ -78,11 +68,11 @@ class EarlyPlan:
 
     @property
     def assumed(self) -> set[int]:
-        """The leaves whose update begins on an assumption, by index."""
+        """The indices of leaves whose update starts on an assumption."""
         return {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
 
     def text(self, plan: StepPlan) -> list[str]:
-        """Which updates begin early, and why others do not: lines."""
+        """Lines that say which updates start early, and why others do not."""
         paths = [leaf.path for leaf in plan.leaves]
         early: dict[tuple[int, bool], list[str]] = {}
         for bucket in self.buckets:
@@ -107,15 +97,11 @@ def plan_early(
 ) -> EarlyPlan:  # fmt: skip
     """Plans early updates.
 
-    Args:
-      planned: the step.
-      layered: its forward-backward program.
-      hosted: the subgraphs that the host runs, by index.
-      known: values that are there before the forward-backward program runs.
-      kept: gradients that somebody else reads, too.
-      assumes: whether updates may begin on an assumption.
-      in_tiles: where leaves are updated in tiles: what the host reads element by element, tile after tile;
-        all else is there, or assumed, before the first tile. None where they are updated whole.
+    `hosted` are the subgraphs that the host runs, by index; `known` are values that exist before the forward-
+    backward program runs, and `kept` gradients that the devices read too. With `assumes`, updates may start
+    on an assumption. `in_tiles` are the inputs that the host reads element by element, where it updates
+    leaves in tiles: all other inputs must exist, or be assumed, before the first tile. It is None where
+    leaves are updated whole.
     """
     return _Early(planned, layered, known, kept, in_tiles).plan(hosted, assumes)
 
@@ -180,7 +166,7 @@ class _Early:
         return ""
 
     def _is_there(self, subgraph: Subgraph) -> bool:
-        """Whether all that a subgraph does not read in tiles comes before any gradient, or may be assumed."""
+        """Whether all inputs outside of tiles exist before any gradient, or may be assumed."""
         in_tiles = self._in_tiles or ()
         first = min((part for v, part in self._arrivals.items() if v in in_tiles), default=0)
         others = {*self._others(subgraph)} - {*in_tiles, *self._known}
@@ -192,18 +178,18 @@ class _Early:
         return [v for v in subgraph.reads if v not in own]
 
     def _numbers_at_the_end(self, subgraph: Subgraph) -> list[Var]:
-        """Of what a subgraph reads, numbers that no part but the last brings."""
+        """Scalars that a subgraph reads and that the last part makes."""
         last = len(self._layered.parts) - 1
         numbers = [v for v in self._others(subgraph) if v not in self._known and not v.aval.shape]
         return [v for v in numbers if self._arrivals.get(v, last) >= last]
 
     def _awaited(self, index: int) -> list[Var]:
-        """What a subgraph begins with besides its leaves."""
+        """What a subgraph starts with, besides its leaves."""
         assumed = self._assumptions[index].numbers if index in self._assumptions else ()
         return [v for v in self._others(self._plan.update.subgraphs[index]) if v not in assumed]
 
     def _begins(self, index: int) -> int:
-        """After which part all that a subgraph reads is there, and nobody else reads what it overwrites."""
+        """The part after which all inputs of a subgraph exist, and nothing else reads what it overwrites."""
         end, subgraph = len(self._layered.parts), self._plan.update.subgraphs[index]
         arrive = [
             -1 if v in self._known else self._arrivals.get(v, end) for v in self._awaited(index)
@@ -259,9 +245,9 @@ class _Early:
 
 
 def as_function(planned: PlannedStep, bucket: EarlyBucket, keeps: bool = False) -> Any:
-    """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it.
+    """`(leaves, reads) -> (new leaves, ())`, of one device's shards or a slice, as `HostUpdate` takes it.
 
-    If it `keeps` old leaves, these are outputs.
+    With `keeps`, the old leaves are outputs.
     """
     frame = planned.frame
     invars = frame.jaxpr.invars
@@ -284,7 +270,7 @@ def as_function(planned: PlannedStep, bucket: EarlyBucket, keeps: bool = False) 
 def avals_of(
     planned: PlannedStep, bucket: EarlyBucket
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """One device's shards of a bucket's leaves and of what it reads, or of a slice of these."""
+    """One device's shards, or slices, of a bucket's leaves and of what it reads."""
     leaves, interface = [planned.plan.leaves[i] for i in bucket.leaves], planned.plan.interface
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

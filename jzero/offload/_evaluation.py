@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations whose parameters are stored on the hosts: read layer by layer."""
+"""Evaluations whose parameters are stored on the hosts, and fetched layer by layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jzero.sharding.plan._backend import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
 
-_LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
+_LEAST_SLICE = 2**16  # bytes that are worth a read of their own
 
 
 class ReadFromHost(InTier):
@@ -40,7 +40,7 @@ class ReadFromHost(InTier):
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
-        """Parameters in their tier, or only those that are already in files; no optimizer program."""
+        """Offloads parameters, unless they are in files already; there is no optimizer program."""
         self.check(stage_axes)
         there = any(leaf.tier == NVME for leaf in leaves)
         if not (there and self.tier == NVME):
@@ -52,7 +52,7 @@ class ReadFromHost(InTier):
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> StoreSpec | None:  # fmt: skip
-        """Files of leaves that are written once, in one slot; layers may fetch slices of each, or all."""
+        """Files that are written once; layers may fetch slices of leaves, or whole ones."""
         policy, mesh = self.params, shardings[0].mesh
         if not isinstance(policy, NVMe):
             return None
@@ -66,7 +66,6 @@ class ReadFromHost(InTier):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """Part by part, if it reads such parameters."""
         plan = planned.plan
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
             return WholeStep(planned, shardings)
@@ -74,21 +73,16 @@ class ReadFromHost(InTier):
 
 
 def _slices(leaf: LeafPlan) -> int:
-    """In how many slices along dim 0 a leaf is stored whose readers are not known: small ones together."""
+    """In how many slices along dim 0 a leaf is stored whose readers are not known; 1 for small slices."""
     num = leaf.shape_per_device[0] if leaf.shape else 1
     return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1
 
 
 def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:
-    """What obeys `memory=` of an evaluation.
+    """What obeys `memory=` of an evaluation, which is `params`; None if none was given.
 
-    Args:
-      who: asks.
-      params: what it was given; None if nothing.
-      trained: where parameters of the train step are stored whose state it reads; None if there is none.
-
-    Raises:
-      OptionError: it is no policy for parameters, or they are stored on the devices.
+    `trained` is where parameters of the train step are stored whose state it reads, if there is one. Raises
+    an `OptionError` if the two do not go together, or `params` is no policy for parameters.
     """
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the files of a state beside its tiles: leaves that nobody updates, and whose state it is."""
+"""What files of state have besides tiles: leaves that nobody updates, and whose state it is."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from jzero.sharding.plan import _stored_layout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stored_layout import REPLICATED
 
-# Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
+# Tiles in the buffers: enough that the four reading and four writing threads of a sweep do not wait for room.
 _TILES = 16
-# Bytes of a tile that a disk moves as fast as it can.
+# Bytes of a tile with which a disk is as fast as it can be.
 _TILE_BYTES = 2**25
 _PAGE = 4096
 
 
 def tile_bytes(policy: NVMe) -> int:
-    """How large tiles are, at most."""
     return min(policy.host_bytes // _TILES // _PAGE * _PAGE, _TILE_BYTES)
 
 
 def layout_to_read(
     leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
 ) -> TileLayout:
-    """What is where in a file of leaves that nobody updates.
+    """The layout of a file of leaves that nobody updates.
 
     Of each leaf that layers fetch, `num_slices` along dim 0 are read by themselves: 1 if it is fetched whole,
-    0 of others.
+    0 if it is not fetched.
     """
     avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
     return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
 
 
 def _described(leaf: LeafPlan) -> str:
-    """Its type, and over which axes beside the data axes parts of it are in several files."""
+    """A leaf, with the Auto axes over which its parts are in several files."""
     spec = f" {_stored_layout.partition_spec(REPLICATED, leaf.automatic)}" * any(leaf.automatic)
     return f"{describe_leaf(leaf.path, leaf.padded_shape, leaf.dtype)}{spec}"
 
@@ -51,7 +50,7 @@ def _described(leaf: LeafPlan) -> str:
 def identity_of(
     leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Of each file of this process, by its name: whose state it has."""
+    """Whose state each file of this process has, by its name."""
     place_of = _storage.places(mesh, shard_axes)
     state = {
         "leaves": [*map(_described, leaves)],

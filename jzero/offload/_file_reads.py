@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FileReads`: parameters on their way from files to the devices, and the memory that this takes, bounded."""
+"""`FileReads`: reads parameters from files for the devices, within a memory budget of the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
 from jzero.offload._host_engine import padding_of
-from jzero.offload.execute._stream import Visit
+from jzero.offload.execute._stream import StreamSlot
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
 from jzero.offload.nvme._aligned import pages
@@ -30,24 +30,17 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 WHO = _call.WHO
-# So many threads keep a disk busy while each checks what it has read (experiments/infinity/disk.py).
-_THREADS = 4
+_THREADS = 4  # keep a disk busy while each checks what it has read (experiments/infinity/disk.py)
 _PIECE = 2**25  # Bytes that one thread reads at a time, so that several read one leaf.
 
 
 @dataclasses.dataclass(frozen=True)
 class FileSource:
-    """A leaf whose values are in files.
-
-    Attributes:
-      leaf: its plan.
-      sharding: where it is stored in pinned memory.
-      slice_sharding: the same of a slice along dim 0.
-    """
+    """A leaf whose values are in files."""
 
     leaf: LeafPlan
-    sharding: NamedSharding
-    slice_sharding: NamedSharding
+    sharding: NamedSharding  # in pinned memory
+    slice_sharding: NamedSharding  # of a slice along dim 0
 
     def shape(self, at: int | None) -> tuple[int, ...]:
         """`[n, d]`, or `[d]` of a slice."""
@@ -69,7 +62,7 @@ class FileSource:
         return padding_of(self.sharding, leaf.padded_shape, leaf.shape, devices)
 
     def zero_padding(self, buffer: PinnedBuffer, at: int | None) -> None:
-        """Zeros where each device's part is padded: updates leave anything there."""
+        """Zeros the padding in each device's part: updates leave anything there."""
         if not self.leaf.padding:
             return
         for device, index in zip(self.sharding.mesh.local_devices, self._padding, strict=True):
@@ -78,26 +71,19 @@ class FileSource:
 
 
 class FileReads:
-    """What a segment reads of files; its memory is used over and over, by one run at a time."""
+    """What a segment reads of files, through memory that one run at a time uses again and again."""
 
     def __init__(
         self, sources: Mapping[Value, FileSource], host_bytes: int,
-        visits: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
+        in_order: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
     ):  # fmt: skip
-        """Reads nothing.
+        """`in_order` are reads that are issued ahead; `between` are those issued when they are needed.
 
-        Args:
-          sources: the leaves in files.
-          host_bytes: the most bytes of this process's memory, for all that is on its way.
-          visits: what is fetched at a time.
-          between: what is read when it is needed, and not ahead, at a time.
-
-        Raises:
-          OptionError: `host_bytes` do not hold what is fetched at a time.
+        Raises an `OptionError` if `host_bytes` does not hold what is fetched at a time.
         """
         self._sources, self._host_bytes = dict(sources), host_bytes
         self._kept = max(map(self._nbytes, between), default=0)
-        each = {tuple(wanted): self._nbytes(wanted) for wanted in visits}
+        each = {tuple(wanted): self._nbytes(wanted) for wanted in in_order}
         most = max(each, key=each.__getitem__, default=())
         self._needed = self._kept + each.get(most, 0)
         if self._needed > host_bytes:
@@ -119,17 +105,17 @@ class FileReads:
         return sum(self._sources[x.value].nbytes(x.at) for x in wanted)
 
     @contextlib.contextmanager
-    def run(self, leaves: Mapping[Value, FileStorage]) -> Iterator[FileRun]:
+    def run(self, leaves: Mapping[Value, FileStorage]) -> Iterator[FileReader]:
         """One run, of these leaves; others wait for it."""
         with self._lock:
-            # A signal's handler that runs a step meanwhile has memory of its own.
+            # A signal's handler that runs a step meanwhile gets memory of its own.
             pool, buffers, self._pool = self._pool, self._buffers, None
             if pool is None:
                 buffers = self._made_buffers(leaves)
                 left = self._host_bytes - sum(buffer.nbytes for buffer in buffers)
                 pool = PinnedPool(left)
             with JobThreads(buffers) as readers:
-                run = FileRun(self._sources, leaves, pool, self._kept, readers)
+                run = FileReader(self._sources, leaves, pool, self._kept, readers)
                 yield run
                 run.end()
             # After an error nobody knows what is still copied from its memory.
@@ -145,15 +131,15 @@ class FileReads:
 
 
 class _Arriving(NamedTuple):
-    """A slice, or a leaf, on its way into pinned memory."""
+    """A slice, or a leaf, that is being read into pinned memory."""
 
     wanted: Wanted
     buffer: PinnedBuffer
     asked: Asked
 
 
-class FileRun:
-    """One run of a segment: what is on its way from files, and in which order."""
+class FileReader:
+    """The reads of one run of a segment."""
 
     def __init__(
         self,
@@ -166,45 +152,45 @@ class FileRun:
         self._sources, self._leaves, self._pool, self._kept = sources, leaves, pool, kept
         self._readers = readers
         self._arriving: dict[Wanted, collections.deque[_Arriving]] = {}
-        # What is copied to the devices, and from where; the first copies first.
+        # Buffers, and the arrays that are copied from them to the devices, in order.
         self._leaving: collections.deque[tuple[PinnedBuffer, Any]] = collections.deque()
 
     # -- ahead ---------------------------------------------------------------------------------------
 
-    def ahead(self, visits: Iterable[Visit | None]) -> Iterator[Visit | None]:
-        """The visits, each when its reads have begun; those of later visits begin as far as there is room.
+    def ahead(self, slots: Iterable[StreamSlot | None]) -> Iterator[StreamSlot | None]:
+        """The slots, each after its reads are issued; those of later slots are issued as memory allows.
 
-        After None nothing is known before it is asked for.
+        Slots after None are unknown until they are requested.
         """
-        source, more = iter(visits), True
-        pulled: collections.deque[Visit | None] = collections.deque()
+        source, more = iter(slots), True
+        pulled: collections.deque[StreamSlot | None] = collections.deque()
         begun = 0  # of those that were pulled
         while True:
             self._freed()
             while more and begun == len(pulled):
-                visit = next(source, _END)
-                if visit is _END:
+                slot = next(source, _END)
+                if slot is _END:
                     more = False
                     break
-                pulled.append(visit)
-                more = visit is not None
-                begun += visit is None or self._begin(visit.reads)
+                pulled.append(slot)
+                more = slot is not None
+                begun += slot is None or self._begin(slot.reads)
             if not pulled:
                 return
-            visit = pulled.popleft()
-            if visit is None:
+            slot = pulled.popleft()
+            if slot is None:
                 more = True
                 begun = 0
                 yield None
                 continue
             if not begun:
-                self._begin(visit.reads, waits=True)
+                self._begin(slot.reads, waits=True)
             begun = max(begun - 1, 0)
-            yield visit._replace(fetch=functools.partial(self._fetch, visit))
+            yield slot._replace(fetch=functools.partial(self._fetch, slot))
 
-    def _fetch(self, visit: Visit) -> Any:
-        self._freed()  # The devices' copies that are over, too.
-        return visit.fetch()
+    def _fetch(self, slot: StreamSlot) -> Any:
+        self._freed()
+        return slot.fetch()
 
     def _begin(self, reads: Sequence[Wanted], waits: bool = False) -> bool:
         """Has all of this read, if there is room for it."""
@@ -230,7 +216,7 @@ class FileRun:
         return buffer
 
     def _freed(self, waits: bool = False) -> None:
-        """Has back what was copied to the devices; of what is being copied, the first, if it `waits`."""
+        """Takes back buffers that were copied to the devices; with `waits`, at least the first."""
         while self._leaving and (waits or self._leaving[0][1].is_ready()):
             buffer, array = self._leaving.popleft()
             jax.block_until_ready(array)
@@ -238,7 +224,7 @@ class FileRun:
             waits = False
 
     def end(self) -> None:
-        """Has all buffers back, when all has been fetched."""
+        """Takes back all buffers, when all has been fetched."""
         assert not any(self._arriving.values()), "what was read is fetched"
         while self._leaving:
             self._freed(waits=True)
@@ -266,10 +252,9 @@ class FileRun:
     # -- fetches ---------------------------------------------------------------------------------------
 
     def fetched(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Slices or leaves, on their way to the devices; what was not read ahead is read now.
+        """Copies slices or leaves to the devices; what was not read ahead is read now.
 
-        Raises:
-          StateError: the disk fails, or has not what was written; or a step has consumed a leaf.
+        Raises a `StateError` if the disk fails, what was written is damaged, or a step has consumed a leaf.
         """
         arriving = [self._known(each) for each in wanted]
         for each in arriving:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FileRun`: the updates of one step in files, tile by tile; some while earlier layers compute.
+"""`FileRun`: the updates of one step in files, tile by tile, some while earlier layers compute.
 
-A step writes beside what the step before has written. So it keeps nothing of what is in files to undo an
-update that has begun on a wrong `Assumption`: its tiles are read and written again. Of parameters in pinned
-memory, which are updated in their place, it keeps old values.
+A step writes a second version of the files, so an update that started on a wrong `Assumption` needs no copy
+of the old values: its tiles are read and written again. Of parameters in pinned memory, which are updated in
+place, old values are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jzero.offload.memory._pinned_leaf import LeafMemory, renewed
 from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
-from jzero.offload.schedule._ops import Commit, Update, Wanted
+from jzero.offload.schedule._ops import Update, Wanted
 from jzero.segments._segment import Var
 
 if TYPE_CHECKING:
@@ -39,29 +39,22 @@ if TYPE_CHECKING:
 
 
 class EarlyTiles:
-    """Which tiles of a step may be updated early, and in which order.
-
-    Attributes:
-      takes: of each early update, what it takes.
-      arriving: of all that, the gradients.
-      buckets: of each such tile, those that it is of.
-      history: what numbers of assumptions were in the last steps.
-      arrivals: what arrives by itself, in the order of the first step.
-    """
+    """Which tiles of a step may be updated early, and in which order."""
 
     def __init__(self, updates: FileUpdates, engine: TiledEngine):
         self._engine, self._old_bytes = engine, updates.old_bytes
         buckets = updates.early.buckets
+        # What each early update takes, and the gradients among all of that.
         self.takes = {bucket: updates.takes(bucket) for bucket in buckets}
         self.arriving = {var for bucket in buckets for var in updates.arriving(bucket)}
         bucket_of = {i: bucket for bucket in buckets for i in bucket.leaves}
-        self.buckets: dict[int, set[EarlyBucket]] = {}
+        self.buckets: dict[int, set[EarlyBucket]] = {}  # of each early tile
         for tile in range(engine.update.layout.num_tiles):
             leaves = [updates.host.leaves[k] for k in engine.update.leaves(tile)]
             if all(i in bucket_of for i in leaves):
                 self.buckets[tile] = {bucket_of[i] for i in leaves}
         self.history, self._assumptions = History(), {x.assumption for x in buckets}
-        self.arrivals: list[Part] = []
+        self.arrivals: list[Part] = []  # in the order of the first step
 
     @property
     def keeps_old(self) -> bool:
@@ -69,9 +62,9 @@ class EarlyTiles:
         return any(self._assumptions)
 
     def order(self) -> list[TileAt]:
-        """The tiles that may begin in this step, in the order in which what they need arrives."""
+        """The tiles that may start in this step, in the order in which what they need arrives."""
         place = {part: i for i, part in enumerate(self.arrivals)}
-        if not place:  # Nobody knows before the first step is over.
+        if not place:  # The order is unknown in the first step.
             return []
         update = self._engine.update
         found = {
@@ -89,22 +82,22 @@ class EarlyTiles:
         return sorted(mine, key=lambda at: (number[at.tile], at.file))
 
     def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
-        """Those of its assumptions, in this step."""
+        """The numbers of its assumptions in this step."""
         return numbers_of(self._assumptions, reads, self._engine.at)
 
     def holds(self, numbers: Numbers) -> bool:
-        """Whether all is so that has been assumed in a step with these numbers."""
+        """Whether all assumptions of a step hold with these numbers."""
         last = self.history
         assumed = (each for each in self._assumptions if each and last.allows(each))
         return all(each.holds(last.last, numbers) for each in assumed)
 
 
 class _StoppedError(Exception):
-    """The step has failed, or what was assumed is wrong."""
+    """The step has failed, or an assumption is wrong."""
 
 
 class FileRun(HostRun):
-    """One step's, of a state in these files: a thread updates each early tile when what it needs is there."""
+    """The updates of one step in these files; a thread updates early tiles as their inputs arrive."""
 
     def __init__(self, updates: FileUpdates, state: Sequence[Any], store: NVMeStore):
         self._updates, self._state, self._store = updates, state, store
@@ -113,17 +106,18 @@ class FileRun(HostRun):
         self._begins = False
         self._writing = contextlib.ExitStack()
         self._writes: GradientWrites | None = None
-        self._engine, self._early = updates.engine_of(state), updates.early_tiles(state)
+        self._engine = updates.engine_of(state)
+        self._early = updates.early_tiles = updates.early_tiles or EarlyTiles(updates, self._engine)
         self._order = self._early.order()
         self._buckets = {bucket for at in self._order for bucket in self._early.buckets[at.tile]}
-        # Leaves in pinned memory that early tiles have taken: from then on the old state is lost, by name,
-        # should the step fail. Their memory, by the engine's index; what is overwritten there, and a copy.
+        # Leaves in pinned memory that early tiles have taken: from then on the old state is lost, by name, if
+        # the step fails. Their memory, by the engine's index; what is overwritten there, and a copy of it.
         self._taken: dict[int, jax.Array] = {}
         self._memory: dict[int, list[np.ndarray]] = {}
         self._old: list[tuple[np.ndarray, np.ndarray]] = []
         self._known: dict[Var, jax.Array] = {}
         self._arrived: dict[Part, list[Any]] = {}  # the arrays of each shard
-        self._done: Collection[TileAt] = ()  # tiles that nobody needs to write again
+        self._done: Collection[TileAt] = ()  # tiles that are written for good
         self._claim: Claim | None = None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._group = ThreadGroup(lambda: self._news.put(None))
@@ -143,7 +137,7 @@ class FileRun(HostRun):
             self._stop()
 
     def _stop(self) -> None:
-        """Returns when the thread has ended, whatever it has done."""
+        """Returns when the thread has ended."""
         self._group.end()
         self._release()
         if self._begins:  # Else others may be writing these files.
@@ -154,7 +148,7 @@ class FileRun(HostRun):
         self._step = self._store.begin()
 
     def _release(self) -> None:
-        """The buffers are whoever's comes next."""
+        """Frees the buffers for other runs."""
         if self._claim is not None:
             self._claim.release()
 
@@ -165,18 +159,18 @@ class FileRun(HostRun):
     def end_gradients(self) -> None:
         self._writing.close()
 
-    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
+    def prepare(self, takes: Sequence[Any]) -> None:
         reads = dict(zip(self._updates.late_reads, takes, strict=True))
         if self._updates.early.buckets:
             self._done = self.finish(reads)
         self._updates.prepare(self, with_new(self._state, self._taken), reads)
 
     def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
-        """Has early tiles updated when what they need is there; or updates all others."""
+        """Lets the thread update early tiles whose inputs exist; or updates all other tiles."""
         updates = self._updates
         if update.bucket is not None:
             return New(updates.named(self.begin(update.bucket, place, takes)))
-        # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
+        # From here on they are lost if the step fails: the host overwrites their memory.
         left = [i for i in updates.streamed if i not in self._taken and i not in updates.hosted]
         hosted = self._taken | renewed(self._state, left, updates.step.leaves)
         updates.place(hosted)
@@ -185,7 +179,7 @@ class FileRun(HostRun):
         run = functools.partial(self._engine.run_tiles, self._store, self._arrived, self._done)
         return New(updates.named(hosted), updates.sent(self._state, run))
 
-    def commit(self, commit: Commit) -> Mapping[Any, Any]:
+    def commit(self) -> Mapping[Any, Any]:
         assert self._step is not None
         self._store.files.commit(self._step)
         return self._updates.named({i: self._state[i].renewed() for i in self._updates.hosted})
@@ -195,7 +189,7 @@ class FileRun(HostRun):
     def begin(
         self, bucket: EarlyBucket, at: int | None, arrays: Sequence[jax.Array]
     ) -> dict[int, jax.Array]:
-        """Takes gradients that have arrived; parameters that were taken by it, by index."""
+        """Takes gradients that have arrived; returns the parameters that this took, by index."""
         updates, early, parts = self._updates, self._early, dict[Part, list[Any]]()
         for var, x in zip(early.takes[bucket], arrays, strict=True):
             if var in early.arriving:
@@ -232,7 +226,7 @@ class FileRun(HostRun):
         self._group.start([(self._update_early,)])
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:
-        """Waits for the thread; the tiles that it has written, and nobody needs to write again.
+        """Waits for the thread; returns the tiles that it has written for good.
 
         `reads` has all that the host reads besides its leaves; numbers are there.
         """
@@ -262,7 +256,7 @@ class FileRun(HostRun):
                 update.update_tile(visit.at.file, visit.at.tile, visit.buffer, self._arrived)
 
     def _before(self, at: TileAt) -> None:
-        """Waits for what a tile needs, and keeps old values of residents that it overwrites."""
+        """Waits for the inputs of a tile, and keeps old values of residents that it overwrites."""
         update = self._engine.update
         needs = update.needs(at.tile)
         while self._group.stopped or not needs <= self._arrived.keys():

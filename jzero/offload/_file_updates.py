@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FileUpdates`: leaves in files are updated a tile at a time, read ahead and written behind."""
+"""`FileUpdates`: updates leaves in files a tile at a time, read ahead and written behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHO = _call.WHO
 
 
 class FileUpdates(HostUpdates):
-    """Tile by tile, of leaves in files; of parameters in pinned memory, in their place, beside the tiles.
+    """Updates leaves in files tile by tile, and parameters in pinned memory in place, beside the tiles.
 
     Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
     fails leaves the state as it was, unless files are written `in_place`, or parameters are stored in pinned
@@ -51,30 +51,26 @@ class FileUpdates(HostUpdates):
     buffers = BUFFERS
 
     def __init__(self, hosted: Hosted, policy: NVMe):
-        """Plans them.
-
-        Raises:
-          OptionError: a leaf cannot be updated a tile at a time.
-        """
-        # The gradients that wait in files, and in how many slices each is made.
+        """Raises an `OptionError` if a leaf cannot be updated a tile at a time."""
+        # Gradients that wait in files, and in how many slices each is made.
         self._waiting: dict[Var, int] = {}
         self._policy = policy
         self._memory: list[np.ndarray] = []  # Gradients are written through it.
-        self._early: EarlyTiles | None = None
+        self.early_tiles: EarlyTiles | None = None  # made by the first run
         super().__init__(hosted)
-        # What a step leaves in files as it is.
+        # Leaves in files that no step changes.
         self._frozen = [i for i in self.hosted if i not in self.host.leaves]
         self._check_tiles()
         if policy.gradients:
             layered = self.step.layered
             assert layered is not None, "refused where policies are made"
             mine = layered.gradients.keys() - {*self.stays, *layered.literals}
-            self._waiting = layered.hand_over([v for v in self.in_tiles() if v in mine])
-            self.tell()
+            self._waiting = layered.send_to_files([v for v in self.in_tiles() if v in mine])
+            self.set_sends()
 
     @property
     def begins_early(self) -> bool:
-        """Where files have two versions; gradients that wait in files are read with their tiles."""
+        """Files with two versions only; gradients that wait in files are read with their tiles."""
         return not (self._policy.in_place or self._policy.gradients)
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket:
@@ -86,7 +82,7 @@ class FileUpdates(HostUpdates):
 
     @functools.cached_property
     def residents(self) -> dict[int, int]:
-        """Those of the host's leaves that are in pinned memory, by index; their places among all of these."""
+        """The host's leaves in pinned memory: index to place among all leaves of the host."""
         leaves = self.step.leaves
         return {i: k for k, i in enumerate(self.host.leaves) if leaves[i].tier == PINNED}
 
@@ -97,15 +93,15 @@ class FileUpdates(HostUpdates):
 
     @functools.cached_property
     def inputs(self) -> dict[Var, int]:
-        """By which number the engine knows what the hosts read."""
+        """The engine's number of each input."""
         return {var: i for i, var in enumerate(self.host.reads)}
 
     def arriving(self, bucket: EarlyBucket) -> list[Var]:
-        """The gradients that an early update begins with."""
+        """The gradients that an early update starts with."""
         return [v for v in bucket.begins_with if v.aval.shape and v not in self.known]
 
     def takes(self, bucket: EarlyBucket) -> list[Var]:
-        """Its gradients, and all that the first tile begins with: what is known, all buckets' numbers."""
+        """Its gradients, and all that the first tile needs: known values, and the numbers of all buckets."""
         every = [v for each in self.early.buckets for v in each.begins_with]
         others = [v for v in every if not v.aval.shape]
         return [*dict.fromkeys([*self.arriving(bucket), *others, *self.known])]
@@ -126,7 +122,7 @@ class FileUpdates(HostUpdates):
         whole = (
             "memory=jzero.Memory(params=jzero.PinnedHost(), optimizer=jzero.HostCPU())" if params
             else "memory=jzero.HostCPU()")  # fmt: skip
-        # A part of one element is updated as a number.
+        # A shard of one element is updated as a number.
         single = any(x.size == 1 for x in host.traced.state)
         small = "; or leave min_shard_bytes at its default: a shard has one element" * single
         raise OptionError(message(
@@ -135,7 +131,7 @@ class FileUpdates(HostUpdates):
         ))  # fmt: skip
 
     def _check_dtypes(self) -> None:
-        """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
+        """Refuses dtypes that no kernel computes with: once, not for each equation that has one."""
         traced = self.host.traced
         named = zip(traced.names, traced.state, strict=False)  # Those of outputs follow.
         found = {path: x.dtype.name for path, x in named if x.dtype.name not in TYPES}
@@ -151,12 +147,11 @@ class FileUpdates(HostUpdates):
 
     @property
     def moved(self) -> Sequence[int]:
-        """Of the leaves that the hosts update, those in files: not parameters in pinned memory."""
+        """The leaves in files: not parameters in pinned memory."""
         return [i for i in self.hosted if i in self.host.leaves]
 
     @functools.cached_property
     def update(self) -> TiledUpdate:
-        """What the host does, compiled."""
         host, policy, fetched = self.host, self._policy, self._fetched
         arriving = {
             v: max(bucket.num_slices, 1)
@@ -180,7 +175,7 @@ class FileUpdates(HostUpdates):
     @functools.cached_property
     def spec(self) -> StoreSpec:
         policy, host, leaves, update = self._policy, self.host, self.step.leaves, self.update
-        # What is in the files of leaves that no step changes.
+        # The files of leaves that no step changes.
         slices = [self._fetched.get(i, 0) for i in self._frozen]
         own = layout_to_read([leaves[i] for i in self._frozen], slices, tile_bytes(policy))
         kept = TileLayout(update.frozen.tiles + own.tiles)
@@ -191,7 +186,6 @@ class FileUpdates(HostUpdates):
         )  # fmt: skip
 
     def code_paths(self) -> str:
-        """How the host updates each leaf, and what that takes of disk and memory."""
         policy, layered = self._policy, self.step.layered
         nbytes = sum(self.step.leaves[i].nbytes_per_device for i in self.moved)
         slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
@@ -200,7 +194,14 @@ class FileUpdates(HostUpdates):
             "parameters come from there, read ahead of the part that fetches them, through "
             f"{readable_bytes(most)} of each process's memory"
         ] * bool(most)
-        lines += self._gradient_lines()
+        if self.gradients_wait:
+            reads = zip(self.host.reads, self.host.traced.inputs, strict=False)
+            waiting = sum(size_in_bytes(x) for var, x in reads if var in self._waiting)
+            where = "behind their tiles" if policy.in_place else "where their tiles will be written"
+            lines.append(
+                f"gradients wait there, too, {where}: {readable_bytes(waiting)} for each device, written as "
+                "layers end, and read with their tiles"
+            )
         return "\n".join([
             f"tile by tile, each of up to {readable_bytes(tile_bytes(policy))}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
@@ -212,24 +213,10 @@ class FileUpdates(HostUpdates):
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients wait in files."""
         return bool(self._waiting)
 
-    def _gradient_lines(self) -> list[str]:
-        if not self.gradients_wait:
-            return []
-        reads = zip(self.host.reads, self.host.traced.inputs, strict=False)
-        nbytes = sum(size_in_bytes(x) for var, x in reads if var in self._waiting)
-        where = (
-            "behind their tiles" if self._policy.in_place else "where their tiles will be written"
-        )
-        return [
-            f"gradients wait there, too, {where}: {readable_bytes(nbytes)} for each device, written as "
-            "layers end, and read with their tiles"
-        ]
-
     def needs(self) -> tuple[HostNeed, ...]:
-        """Those of tiles, which the devices of a process share, and those that layers go through."""
+        """Memory for tiles, which the devices of a process share, and for gradients on their way to files."""
         mesh, layered = self.host.mesh, self.step.layered
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
@@ -252,11 +239,6 @@ class FileUpdates(HostUpdates):
                 "Use the state that one step has returned, or shard all of it, as NumPy arrays."
             ))  # fmt: skip
         return next(iter(stores.values()))
-
-    def early_tiles(self, state: Sequence[Any]) -> EarlyTiles:
-        if self._early is None:
-            self._early = EarlyTiles(self, self.engine_of(state))
-        return self._early
 
     @contextlib.contextmanager
     def writes(self, store: NVMeStore, state: Sequence[Any]) -> Iterator[GradientWrites]:

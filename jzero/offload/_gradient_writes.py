@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GradientWrites`: gradients of one step on their way into files, as they arrive on the host."""
+"""`GradientWrites`: writes the gradients of one step to files as they arrive on the host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.offload.nvme._layout import Extent, TileLayout, whole_pages
 from jzero.offload.schedule._ops import Value, Wanted
 
-# Gradients of so many parts of a step are in memory at a time: of two that are written, of one that runs, and
-# of two whose copies to the host are under way (`_layered.UNDER_WAY`).
+# The parts of a step whose gradients are in memory at a time: two that are written, one that runs, and two
+# that are copied to the host (`_layered.UNDER_WAY`).
 PARTS = 5
 
 
 class GradientWrites:
-    """Writes gradients beside the tiles that they belong to.
+    """Writes gradients beside their tiles.
 
-    Those of one arrival are written while the part behind it runs: memory has what few parts make, at any
-    depth of a model.
+    Those of one arrival are written while the next part runs, so memory holds the gradients of few parts,
+    whatever the depth of a model.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GradientWrites:
     def write(self, wanted: Sequence[Wanted], arrays: Sequence[jax.Array]) -> None:
         """Has gradients, or slices of them, written, and waits for what arrived before them.
 
-        They are in pinned memory; what is on the devices comes to the host piece by piece.
+        They are in pinned memory; those on the devices come to the host an extent at a time.
         """
         jobs: list[Job] = []
         for (value, at), x in zip(wanted, arrays, strict=True):
@@ -58,7 +58,7 @@ class GradientWrites:
         self._ask(jobs)
 
     def _from_devices(self, value: Value, x: jax.Array) -> None:
-        """Writes what is on the devices, of which one extent at a time comes to the host."""
+        """Writes a gradient on the devices; one extent at a time comes to the host."""
         shards = self._shards(x)
         for tile, i, extent in self._extents(0, value, 0, shards[0].nbytes):
             first, num = (n // x.dtype.itemsize for n in (extent.start, extent.nbytes))
@@ -74,7 +74,7 @@ class GradientWrites:
 
     def _ask(self, jobs: Sequence[Job]) -> None:
         if jobs and not self._begun:
-            # Not before: all processes have committed the step before when a gradient of all is here.
+            # Not before: a gradient of all processes is here, so all have committed the step before.
             self._store.files.begin_gradients()
             self._begun = True
         before, self._asked = self._asked, self._threads.ask(jobs)
@@ -84,7 +84,7 @@ class GradientWrites:
     def _extents(
         self, file: int, value: Value, first: int, nbytes: int
     ) -> Iterator[tuple[TileAt, int, Extent]]:
-        """Those of some bytes of a device's gradient, which are whole ones."""
+        """The extents of some bytes of a device's gradient."""
         layout = self._store.spec.gradients
         for tile, i in layout.of_leaf(self._names[value], first, first + nbytes):
             yield TileAt(file, tile), i, layout.tiles[tile][i]
@@ -102,7 +102,7 @@ def _bytes(x: jax.Array) -> np.ndarray:
 
 
 def _write(store: NVMeStore, at: TileAt, i: int, values: np.ndarray, buffer: np.ndarray) -> None:
-    """Writes an extent, straight from where it is if a disk can read there."""
+    """Writes an extent, without a copy if its memory is aligned."""
     if not store.takes(values):
         pages = buffer[: whole_pages(len(values))]
         pages[: len(values)] = values

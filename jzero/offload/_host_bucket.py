@@ -30,22 +30,10 @@ WHO = _call.WHO
 
 
 class HostBucket:
-    """The subgraphs of an update that run on the host, as one function of one device's shards.
-
-    Attributes:
-      segment: the subgraphs as a program of devices, on leaves as they cross: in shards, like gradients.
-      leaves: the offloaded leaves that it reads or renews, by index.
-      reads: what else it reads: values of the forward-backward program, and leaves on the devices.
-      axes: mesh axes of which it is told the device's index, as int32, after these.
-      outs: outputs of the step that it makes beside these leaves, by index.
-    """
+    """The subgraphs of an update that run on the host, as one function of one device's shards."""
 
     def __init__(self, builder: Builder, indices: Sequence[int]):
-        """Some subgraphs, by index.
-
-        Raises:
-          OptionError: they need other devices.
-        """
+        """Takes subgraphs by index; raises an `OptionError` if they need other devices."""
         builder = dataclasses.replace(builder, crosses=True)
         self._plan, self._invars = builder.planned.plan, builder.planned.frame.jaxpr.invars
         self._outvars, self.mesh = builder.planned.frame.jaxpr.outvars, builder.planned.mesh
@@ -53,6 +41,7 @@ class HostBucket:
         subgraphs = [self._plan.update.subgraphs[i] for i in indices]
         self._cut = [subgraph for subgraph in subgraphs if _is_cut(self._plan.leaves, subgraph)]
         _check_cut(builder, self._cut)
+        # The same as a program of devices, on leaves in shards, like gradients.
         self.segment = builder.bucket(subgraphs, 0, {})
         uncut = [subgraph for subgraph in subgraphs if subgraph not in self._cut]
         self._uncut = builder.bucket(uncut, 0, {}) if self._cut else self.segment
@@ -62,11 +51,14 @@ class HostBucket:
         outs, leaves = self.segment.outs, self._plan.leaves
         hosted = {self._invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
         mine = {hosted[var] for var in self.segment.takes if var in hosted}
+        # The indices of offloaded leaves that it reads or updates.
         self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
         used = {self._uncut.takes[i] for i in self._body.used}
         used.update(var for subgraph in self._cut for var in subgraph.reads)
+        # What else it reads: values of the forward-backward program, and leaves on the devices.
         self.reads = [var for var in self.segment.takes if var in used and var not in hosted]
-        self.axes = self._body.axes
+        self.axes = self._body.axes  # whose device indices, int32, follow `reads`
+        # The indices of outputs of the step that it makes besides its leaves.
         self.outs = [i for i in outs if i not in self.leaves]
 
     def update(
@@ -85,18 +77,17 @@ class HostBucket:
         return new, [made[i] for i in self.outs]
 
     def state_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """One device's shard of each of its leaves."""
         leaves = [self._plan.leaves[i] for i in self.leaves]
         return [
             jax.ShapeDtypeStruct(leaf.shape_per_device, jnp.dtype(leaf.dtype)) for leaf in leaves
         ]
 
     def read_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """What it reads, whole, with the sharding in which it crosses."""
+        """What it reads, whole, with the sharding of its transfer."""
         return [self.segment.types[var].aval(self.mesh) for var in self.reads]
 
     def out_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """What it makes, whole and padded, with the sharding in which it crosses."""
+        """What it makes, whole and padded, with the sharding of its transfer."""
         plan, found = self._plan, []
         for i in self.outs:
             if i < len(plan.leaves):
@@ -119,7 +110,7 @@ class HostBucket:
         return [*(leaves[i].path for i in self.leaves), *made]
 
     def input_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """One device's shard of each of `reads`, and indices."""
+        """One device's shard of each of `reads`, and device indices."""
         indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
         return [*map(shard_of, self.read_avals()), *indices]
 
@@ -128,7 +119,7 @@ class HostBucket:
         return TracedUpdate(self.update, self.state_avals(), self.input_avals(), self.names())
 
     def identity(self) -> tuple[Any, ...] | None:
-        """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
+        """Equal for buckets that do the same, as for two shapes of a batch; None if that is not known."""
         jaxpr, constants = self._body.jaxpr, self._body.constants
         if self._cut:
             jaxpr = jax.make_jaxpr(self.update)(self.state_avals(), self.input_avals())
@@ -143,7 +134,7 @@ class HostBucket:
         return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *passed)
 
     def _known(self) -> list[Var]:
-        """What `update` is given, but for indices."""
+        """The arguments of `update`, but for indices."""
         return [*(self._invars[i] for i in self.leaves), *self.reads]
 
     @property
@@ -156,7 +147,7 @@ def _is_cut(leaves: Sequence[LeafPlan], subgraph: Subgraph) -> bool:
 
 
 def _check_cut(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
-    """What the host has of such leaves is a part of what a program of the data axes has."""
+    """The host has, of such leaves, a part of what a program of the data axes has."""
     plan, bad = builder.planned.plan, []
     for subgraph in subgraphs:
         if why := part_obstacle(builder.planned.frame, plan.leaves, plan.interface, subgraph):
@@ -171,7 +162,6 @@ def _check_cut(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
 
 
 def _refuse(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
-    """Nothing here may need another device."""
     leaves, bad = builder.planned.plan.leaves, []
     for subgraph in subgraphs:
         segment = builder.bucket([subgraph], 0, {})
@@ -190,7 +180,7 @@ def _refuse(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
 
 
 def _moves(jaxpr: Any) -> list[str]:
-    """The collectives of a jaxpr, and other questions to the mesh."""
+    """The collectives of a jaxpr, and other uses of the mesh."""
     found = [c.op for c in _traffic.collectives(jaxpr)]
     return list(dict.fromkeys([*found, *_asks(jaxpr)]))
 

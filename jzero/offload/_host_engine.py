@@ -27,19 +27,11 @@ class _Outputs(NamedTuple):
 
     arrays: list[jax.Array]  # in pinned memory; each device's part in its own buffer
     views: list[list[np.ndarray]]  # of each local device, that memory of each array
-    sent: list[
-        weakref.ref[jax.Array]
-    ]  # what the devices have of the last copies, if somebody has it
+    sent: list[weakref.ref[jax.Array]]  # what the devices made of the last copies
 
 
 class HostEngine:
-    """Updates the shards of this process's devices, all in one parallel loop.
-
-    Attributes:
-      devices: whose shards are updated.
-      at: the places of these among the process's devices.
-      update: compiled; says by which code path each leaf is updated.
-    """
+    """Updates the shards of this process's devices, all in one parallel loop."""
 
     def __init__(
         self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
@@ -47,18 +39,15 @@ class HostEngine:
     ):  # fmt: skip
         """Makes memory for outputs.
 
-        Args:
-          bucket: what to run; of `leaves`.
-          leaves: its leaves.
-          devices: whose shards are updated; other local devices are their replicas.
-          update: the bucket, compiled.
-          num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
-            when the next one writes.
+        `leaves` are those of `bucket`, and `update` is the bucket, compiled. Local devices beside `devices`
+        are their replicas. Sets of outputs are used in turn: `num_sets` is one more than the steps whose
+        copies to the devices may be in transfer when the next one writes.
         """
         self._bucket, self.update = bucket, update
         shards, indices = (places(bucket.mesh, axes) for axes in (bucket.shard_axes, bucket.axes))
         local = list(shards)
         self.devices = devices
+        # Their places among the process's devices.
         self.at = [local.index(device) for device in devices]
         first = {shards[device]: at for device, at in zip(devices, self.at, strict=True)}
         self._like = [first[place] for place in shards.values()]
@@ -88,12 +77,10 @@ class HostEngine:
         return _Outputs(arrays, views, [])
 
     def claim(self, run: Any) -> None:
-        """Before `prepare`: from now on it is this run's, until that `is_over`.
+        """Before `prepare`: it is this run's from now on, until that `is_over`.
 
-        Whoever calls has `UPDATING`: another run can only be the same thread's, around this one.
-
-        Raises:
-          StateError: it is in the middle of another run, as in a signal's handler.
+        The caller holds `UPDATING`, so another run can only be this thread's, around this one. Raises a
+        `StateError` in the middle of another run, as in a signal's handler.
         """
         other = self._run() if self._run is not None else None
         if run.is_nested and other not in (None, run) and not other.is_over:
@@ -103,16 +90,15 @@ class HostEngine:
     def prepare(self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]) -> None:
         """Does what can fail, and overwrites nothing.
 
-        Args:
-          leaves: those that are in memory, by their place among the bucket's.
-          reads: are there, in pinned memory; None of gradients that come with tiles, or by themselves.
+        `leaves` are those in memory, by their place among the bucket's. `reads` are in pinned memory; None
+        for gradients that come with tiles, or by themselves.
         """
         self._leaves = {**leaves}
         shards = [[leaf.buffers[k] for leaf in leaves.values()] for k in range(len(self.at))]
         self.update.prepare(shards, self._inputs(reads))
-        # The outputs that are written next must be nobody's.
+        # The outputs that are written next must not be in use.
         self._sets = [*self._sets[1:], self._sets[0]]  # At once: an interrupt loses none.
-        # The devices have computed with these long ago, unless nobody used them.
+        # Usually the devices have read these long ago.
         alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
         jax.block_until_ready([x for x in alive if not x.is_deleted()])
         self._sets[-1].sent.clear()
@@ -123,14 +109,13 @@ class HostEngine:
         self.update.place(index, leaf.buffers)
 
     def _inputs(self, reads: Sequence[jax.Array | None]) -> list[list[Any]]:
-        """What the update of each shard reads beside its state."""
         return [
             [*(None if x is None else x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self.at, self._indices, strict=True)
         ]
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
-        """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
+        """Updates in place; yields what a chunk makes for the devices, by output, in transfer."""
         leaves, self._leaves = self._leaves, {}  # The state may be dropped after this.
         for done in self.update.run(self._memory_of_outputs()):
             yield self._send(done)
@@ -141,11 +126,10 @@ class HostEngine:
             leaf.complete(self._padding_of_leaves[i])
 
     def _memory_of_outputs(self) -> list[list[np.ndarray]]:
-        """Of each of `devices`."""
         return [self._sets[-1].views[k] for k in self.at]
 
     def _send(self, done: Sequence[int]) -> dict[int, jax.Array]:
-        """Outputs that are complete, on their way to the devices, by what of the step they are."""
+        """Sends complete outputs to the devices; returns them by output of the step."""
         outputs = self._sets[-1]
         for i in done:
             self._complete_output(outputs, i)
@@ -155,7 +139,7 @@ class HostEngine:
         return {self._bucket.outs[i]: x for i, x in zip(done, sent, strict=True)}
 
     def sent(self, arrays: Iterable[jax.Array]) -> None:
-        """Notes what the devices made of a chunk: its memory is not written again before that is there."""
+        """Notes what the devices made of a chunk, whose memory is not written again before that exists."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
     def _complete_output(self, outputs: _Outputs, i: int) -> None:
@@ -170,7 +154,7 @@ class HostEngine:
 def padding_of_leaf(
     leaf: LeafPlan, mesh: Mesh, devices: Sequence[jax.Device]
 ) -> list[Slices | None]:
-    """For each device, which part of its shard is padding."""
+    """The padding in the shard of each device."""
     sharding = NamedSharding(mesh, _stored_layout.partition_spec(leaf.layout, leaf.automatic))
     return padding_of(sharding, leaf.padded_shape, leaf.shape, devices)
 
@@ -178,7 +162,7 @@ def padding_of_leaf(
 def padding_of(
     sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
 ) -> list[Slices | None]:  # fmt: skip
-    """The same of an array."""
+    """The same for an array."""
     found: Any = sharding.addressable_devices_indices_map(tuple(padded))
     tails: list[Slices | None] = []
     for device in devices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostStep`: a step whose optimizer state is stored on the hosts, or in files, and is updated there."""
+"""`HostStep`: a step whose optimizer state is stored, and updated, on the hosts or in files."""
 
 from __future__ import annotations
 
@@ -39,42 +39,31 @@ from jzero.offload.schedule._ops import (
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Segment, SegmentFn, Values, Var, shard_of
+from jzero.segments._segment import Var, shard_of
 from jzero.sharding.plan._backend import Window, waits
 
 # [Note: how the host comes to update] Three other ways were rejected. State as JAX arrays in pinned memory:
-# the allocator bounds it, and JAX may share or copy what kernels overwrite. A callback for each leaf from
-# the running program: it stops the device's stream. A thread that updates beside the calls: XLA says only
-# of a whole program that its outputs are there, so nothing is gained, unless layers are programs of their
-# own.
+# the allocator limits it, and JAX may share or copy what kernels overwrite. A callback for each leaf from
+# the running program: it stops the device's stream. A thread that updates beside the calls: XLA reports
+# outputs only when a whole program ends, so nothing is gained, unless layers are programs of their own.
 
 
 @dataclasses.dataclass(eq=False)
 class Pending:
-    """What the host has still to apply: gradients of one step, and what else belongs to them."""
+    """What the host has still to apply: the gradients of one step, and other inputs of its update."""
 
     step: HostStep
-    # Values of the forward-backward program, on their way to pinned memory.
-    reads: dict[Any, jax.Array]
+    reads: dict[Any, jax.Array]  # by name in the list
 
 
 class Sections(NamedTuple):
-    """The list, in the order in which its parts end.
+    """The list, in the order in which its sections end."""
 
-    Attributes:
-      entering: parameters that the hosts read and renew go down, as they are then.
-      gradients: forward and backward; gradients go down.
-      on_devices: what is stored on the devices is updated there, while the hosts work: it begins when their
-        update is prepared.
-      update: the hosts update. A delayed step does the one of the step before.
-      commit: files have a new version.
-    """
-
-    entering: Section
-    gradients: Section
-    on_devices: Section
-    update: Section
-    commit: Section
+    entering: Section  # sends parameters that the hosts read and update, as they are then
+    gradients: Section  # forward and backward; sends gradients
+    on_devices: Section  # updates what is stored on the devices, while the hosts work
+    update: Section  # by the hosts; of a delayed step, the update of the step before
+    commit: Section  # of files
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -84,7 +73,7 @@ class Sections(NamedTuple):
 class HostStep(ListedStep):
     """A step in two parts: gradients on the devices, their update on the host.
 
-        gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each is sent to the host when it is reduced
         for chunk in chunks:                            # in place, on the host; or tile by tile, of files
             moments, parameters = update(moments, gradients)
             send parameters to the devices              # while the next chunk is updated
@@ -93,24 +82,13 @@ class HostStep(ListedStep):
     A delayed step updates with the gradients of the step before, which the host has, while the devices
     compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
     devices that have no room.
-
-    Attributes, beside those of `ListedStep`:
-      host: what the host does.
-      updates: how it does that.
     """
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window,
         updates: Callable[[Hosted], HostUpdates],
     ):  # fmt: skip
-        """Builds the programs.
-
-        Args:
-          planned: the step.
-          shardings: where the state is stored, for JAX.
-          window: how much of parameters that are stored away from the devices may be on them at a time.
-          updates: how the hosts update.
-        """
+        """`window` limits parameters on the devices that are stored elsewhere."""
         super().__init__(planned, shardings)
         self.host = HostBucket(self.builder, self.plan.buckets[0].subgraphs)
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
@@ -122,16 +100,15 @@ class HostStep(ListedStep):
         self._stays = [var for var in takes if var in self.grad.gives]
         self.cut(window, {*self._sent}.__contains__)
         self._reads = self._named_reads()
-        outs = map(shard_of, self.host.out_avals())
-        self._gives = dict(
-            zip(self.host.outs, map(self._named_give, self.host.outs, outs), strict=True)
-        )
+        roles = {i: leaf.role for i, leaf in enumerate(self.leaves)}
+        made = zip(self.host.outs, map(shard_of, self.host.out_avals()), strict=True)
+        self._gives = {i: Value.of(roles.get(i, "output"), shard) for i, shard in made}
         hosted = Hosted(self, self.host, self._reads, self._gives, self._known, self._stays)
         self.updates = updates(hosted)
         self._renewed_here = {i for part in (self.grad, *self.buckets[1:]) for i in part.outs}
 
     def _named_reads(self) -> dict[Var, Value]:
-        """By which name that is known, as one device has it, which the hosts read besides their leaves."""
+        """The names of what the hosts read besides their leaves."""
         found = dict[Var, Value]()
         for var, aval in zip(self.host.reads, self.host.read_avals(), strict=True):
             role = self.leaves[self.leaf_of[var]].role if var in self.leaf_of else None
@@ -139,13 +116,9 @@ class HostStep(ListedStep):
             found[var] = Value.of(role, shard) if role else Value.of_gradient(shard)
         return found | (self.layered.gradients if self.layered else {})
 
-    def _named_give(self, out: int, shard: jax.ShapeDtypeStruct) -> Value:
-        return Value.of(self.leaves[out].role if out < len(self.leaves) else "output", shard)
-
     # -- the list --------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """Gradients go down, the hosts update, and what they make comes up."""
         return Schedule((*waits(self.plan), *self._sections.ops), self.updates.needs())
 
     @functools.cached_property
@@ -155,7 +128,7 @@ class HostStep(ListedStep):
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
-        """By which name each output is known that is on the devices."""
+        """The name of each output that is on the devices."""
         return self.named_outs(self.buckets[1:]) | self._gives
 
     @functools.cached_property
@@ -167,25 +140,22 @@ class HostStep(ListedStep):
         )  # fmt: skip
 
     def _sending(self, variables: Sequence[Var], copies: int) -> tuple[Op, ...]:
-        """Leaves and arguments on their way to the host, as shards; nothing if there are none."""
+        """Sends leaves and arguments to the host, in shards; no operation if there are none."""
         if not variables:
             return ()
         enter = _conversions.entering(self.planned, variables)
 
-        def enter_part(leaves: list[Any]) -> list[Any]:
-            return leaves if enter is None else enter(leaves)
-
-        run = of_list(_to_host(enter_part, self._places(variables)))
+        run = of_list(_to_host(enter or (lambda leaves: leaves), self._places(variables)))
         made = tuple(self._reads[var] for var in variables)
         return Run("", tuple(map(self.name, variables)), made, run), *_sent(made, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
-        """Where on the devices that rests which goes to the host."""
+        """The shardings on the devices of what goes to the host."""
         avals = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         return [avals[var].sharding for var in variables]
 
     def _gradients(self) -> Section:
-        # What a delayed update reads is there beside the next step's; but not leaves as they are then.
+        # The inputs of a delayed update exist beside the next step's; parameters are sent when it runs.
         copies, grad = self.updates.num_sets, self.grad
         if self.layered is not None:
             section = self.layered.section
@@ -225,11 +195,11 @@ class HostStep(ListedStep):
         back = (Fetch(gives, PINNED),) if gives else ()
         return Update(
             updates.store, leaves, tuple(map(self._arrived, updates.late_reads)), gives,
-            updates.num_sets, updates.delay_after is not None, rides=back,
+            updates.num_sets, updates.delay_after is not None, transfers=back,
         )  # fmt: skip
 
     def _arrived(self, var: Var) -> Value:
-        """What of the hosts' reads is in pinned memory: of parts that give one value twice, the first."""
+        """An input of the hosts in pinned memory; of parts that return one value twice, the first."""
         return self.name(var) if self.given(var) else self._reads[var]
 
     def _on_devices(self) -> Iterator[Op]:
@@ -240,22 +210,17 @@ class HostStep(ListedStep):
             yield Fetch(tuple(map(self.name, pinned)), PINNED, here)
         for bucket in self.buckets[1:]:
             gives = (*map(self.name, bucket.gives), *(self._new[i] for i in bucket.outs))
-            call = called(bucket, self._bucket_program(bucket))
+            call = called(bucket, bucket.jitted if self.updates.consumes else jax.jit(bucket.run))
             name = "the update of what is stored on the devices"
             yield Run(name, tuple(map(self.name, bucket.takes)), gives, call)
-
-    def _bucket_program(self, bucket: Segment) -> Callable[[Values], SegmentFn]:
-        run = bucket.jitted if self.updates.consumes else jax.jit(bucket.run)
-        return lambda _: run
 
     # -- what is said of it ----------------------------------------------------------------------------
 
     def code_paths(self) -> str:
-        """How the host updates each leaf, and sends what it makes."""
         return self.updates.code_paths()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; what the host sends back, a chunk at a time, is not in it."""
+        """See `StepProgram`; without what the host sends back, a chunk at a time."""
 
         def on_devices(state: Sequence[Any], arrays: Sequence[Any]) -> Any:
             # Until the first backward pass is over no update begins, and all gradients stay.
@@ -285,7 +250,7 @@ class HostStep(ListedStep):
         pending, num_steps = self.updates.pending(state)
         after = self.updates.delay_after
         delays = after is not None and num_steps >= after
-        # Another step's gradients may be of leaves that the devices renew in this one.
+        # Another step's gradients may belong to leaves that the devices update in this one.
         if pending and not (delays and self._renewed_here.isdisjoint(pending.step.host.outs)):
             state, pending = pending.step.flush(state), None
         of = pending.step if pending else self  # whose update is made
@@ -300,7 +265,6 @@ class HostStep(ListedStep):
         return self.in_order(made, state)
 
     def _begun(self, state: Sequence[Any], arrays: Sequence[Any], host: HostRun) -> Execution:
-        """A run of the list, with numbers on the host that no part computes."""
         run = self.execution(self._program, state, arrays, host)
         if self.layered:
             run.there |= {self._reads[var]: x for var, x in self.layered.numbers.items()}
@@ -309,21 +273,21 @@ class HostStep(ListedStep):
     def _run(
         self, state: Sequence[Any], run: Execution, host: HostRun, of: HostStep, update: Execution | None
     ) -> dict[int, Any]:  # fmt: skip
-        """Runs all sections; what they make, by index.
+        """Runs all sections; returns what they make, by index.
 
-        The hosts make the update of a run of step `of`: of this one, or of what was pending; None if there is
-        nothing to update yet.
+        The hosts make the update of a run of step `of`: of this one, or of the one that is pending; None if
+        there is nothing to update yet.
         """
         sections, theirs = self._sections, of._sections
-        if update:  # First in line: the host may already wait for it.
+        if update:  # First, as the host may already wait for it.
             update.run(theirs.entering)
         self.run_gradients(run, sections.gradients)
         host.end_gradients()
         if update is not run:
-            host.pending = self._pending(run)
+            host.pending = Pending(self, {x: run.there[x] for x in map(self._arrived, self._sent)})
         if update:
             of.wait(update, state)
-        beside = update.visits(theirs.update.ops) if update else ()
+        beside = update.slots(theirs.update.ops) if update else ()
         with UPDATING, self.updates.buffers:
             run.run(sections.on_devices, beside=beside)
             run.run(sections.commit)
@@ -334,30 +298,27 @@ class HostStep(ListedStep):
         return {i: run.here[x] for i, x in self._new.items() if x in run.here}
 
     def made(self, run: Execution) -> dict[int, Any]:
-        """What the hosts have made, by index: their leaves, and what has been sent to the devices."""
+        """What the hosts have made, by index: their leaves, and what was sent to the devices."""
         leaves = {i: run.there[x] for i, x in self.updates.leaves.items()}
         return leaves | {i: run.here[x] for i, x in self._gives.items()}
 
     def wait(self, run: Execution, state: Sequence[Any]) -> None:
-        """Waits for what the devices make for an update; other threads may update meanwhile."""
+        """Waits for what an update needs from the devices; other threads may update meanwhile."""
         reads = [run.there[x] for x in map(value_of, self._update.takes) if x in run.there]
-        # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
+        # Deleted arrays cannot be awaited, and a copy to them may read memory that is written next.
         olds = [state[i] for i in self.host.outs if i < len(state)]
-        # Of all devices, those that are replicas too: parameters are freed after this.
+        # On all devices, replicas too: parameters are freed after this.
         with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
             jax.block_until_ready([*reads, *olds])
 
-    def _pending(self, run: Execution) -> Pending:
-        return Pending(self, {x: run.there[x] for x in map(self._arrived, self._sent)})
-
     def resumed(self, pending: Pending, state: Sequence[Any], host: HostRun) -> Execution:
-        """The run of this step of which an update is pending, with the state as it is now."""
+        """The run of this step whose update is pending, with the state as it is now."""
         names = self.named_leaves(range(len(self.leaves)))
         leaves: dict[Any, Any] = dict(zip(names, state, strict=True))
         return Execution(self._program, leaves, {**leaves, **pending.reads}, host)
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
-        """The state with what is pending, of this step, applied; it is consumed."""
+        """Applies the pending update of this step; the state is consumed."""
         pending, num_steps = self.updates.pending(state)
         assert pending is not None
         with self.updates.run(state, num_steps) as host:
@@ -371,11 +332,7 @@ class HostStep(ListedStep):
 
 
 class _Kept(HostSide):
-    """Keeps all that arrives, and updates nothing.
-
-    Attributes:
-      arrays: what has arrived.
-    """
+    """Keeps all that arrives, and updates nothing."""
 
     def __init__(self) -> None:
         self.arrays: list[Any] = []
@@ -389,7 +346,7 @@ class _Kept(HostSide):
 
 
 def _sent(values: Sequence[Value], copies: int) -> Iterator[Send]:
-    """What a program has sent to pinned memory itself; nobody waits for it."""
+    """What a program itself has sent to pinned memory; nothing waits for it."""
     if values:
         yield Send(tuple(values), PINNED, by=lambda _, arrays, __: (arrays, ()), copies=copies)
 

@@ -48,7 +48,7 @@ Made = TypeVar("Made")
 
 
 def _once(make: Callable[..., Made]) -> Callable[..., Made]:
-    """A method that keeps, in its object, what it has made of the same arguments."""
+    """A method whose results are kept in its object, by name and arguments."""
 
     @functools.wraps(make)
     def once(self: LayerPrograms, *args: Hashable) -> Made:
@@ -61,29 +61,23 @@ def _once(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 class ArrayForm(NamedTuple):
-    """How the devices' values `[n, d]` of one variable are one array.
-
-    Attributes:
-      spec: how the array is split.
-      stacked: it is `[devices, n, d]`, a value each, that nobody looks at as a whole.
-      automatic: for each dim, the axes beside the data axes over which XLA shards it; None if it may choose.
-    """
+    """How the devices' values `[n, d]` of one variable form one array."""
 
     spec: P
-    stacked: bool = False
-    automatic: Automatic | None = ()
+    stacked: bool = False  # it is `[devices, n, d]`, one value each, that nobody reads as a whole
+    automatic: Automatic | None = ()  # Auto axes of each dim; None if XLA may choose
 
     def local(self, x: jax.Array) -> jax.Array:
-        """A device's value, of its part of the array."""
+        """A device's value, from its part of the array."""
         return x[0] if self.stacked else x
 
     def part(self, x: Any) -> jax.Array:
-        """A device's part of the array, of its value."""
+        """A device's part of the array, from its value."""
         return jnp.asarray(x)[None] if self.stacked else jnp.asarray(x)
 
     @property
     def of_slice(self) -> ArrayForm:
-        """That of `[n, d]`, where this is one of `[iterations, n, d]`."""
+        """The form of a slice `[n, d]` of a stack `[iterations, n, d]` in this form."""
         if self.stacked:
             return self
         automatic = self.automatic if self.automatic is None else self.automatic[1:]
@@ -97,21 +91,13 @@ class ArrayForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Locals:
-    """What one device computes in a segment.
+    """What one device computes in a segment."""
 
-    Attributes:
-      jaxpr: its equations; its last inputs are device indices.
-      known: constants, by their variables.
-      taken: for each other input, what of the segment it takes, by index.
-      indices: the mesh axis of each device index.
-      outs: of its outputs, each as one array.
-    """
-
-    jaxpr: Any
-    known: dict[Var, Any]
-    taken: dict[Var, int]
-    indices: dict[Var, str]
-    outs: list[ArrayForm]
+    jaxpr: Any  # its last inputs are device indices
+    known: dict[Var, Any]  # constants
+    taken: dict[Var, int]  # the index in `segment.takes` of each other input
+    indices: dict[Var, str]  # the mesh axis of each device index
+    outs: list[ArrayForm]  # the form of each output
 
     @classmethod
     def of(cls, segment: Segment, leaves: Sequence[LeafPlan]) -> Locals:
@@ -133,12 +119,7 @@ class Locals:
 
 
 class LayerPrograms:
-    """Programs of parts; one serves all that are equal, as those of equal layers are.
-
-    Attributes:
-      known: constants, and zeros for indices, which programs know themselves.
-      made: what methods have made, by their names and arguments.
-    """
+    """Programs of parts; equal parts, as those of equal layers, share one."""
 
     def __init__(
         self,
@@ -164,20 +145,19 @@ class LayerPrograms:
         self.made: dict[Hashable, Any] = {}
 
     def form(self, atom: Atom) -> ArrayForm:
-        """How a variable's values are one array."""
         return ArrayForm(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
 
     def sharding(self, var: Var, tier: str = DEVICE) -> NamedSharding:
         return self.form(var).place(self._mesh, tier)
 
     def slice_sharding(self, var: Var) -> NamedSharding:
-        """Where a slice of a stack is stored on the host."""
+        """The sharding on the host of a slice of a stack."""
         return self.form(var).of_slice.place(self._mesh, PINNED)
 
     def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
         """A program of one device's values; `outs` are forms, in lists and alone.
 
-        Beside axes over which XLA would choose, what is no part's alone leaves it as it is stored.
+        Beside Auto axes, over which XLA would choose, the shardings of outputs with a known form are fixed.
         """
         specs = jax.tree.map(lambda form: form.spec, outs, is_leaf=_is_form)
         program = self._planned.shard_map(run, ins, specs)
@@ -191,7 +171,7 @@ class LayerPrograms:
 
     @_once
     def positions(self, num: int) -> Arrays:
-        """0, 1, ... as int32 on the devices; copied there once, for a guard may forbid steps to."""
+        """0, 1, ... as int32 on the devices; copied once, as a transfer guard may forbid it in steps."""
         place = NamedSharding(self._mesh, P())
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.device_put(np.asarray(i, np.int32), place) for i in range(num)]
@@ -215,7 +195,7 @@ class LayerPrograms:
 
     @_once
     def stage(self, part: StraightStage) -> Jitted:
-        """`(leaves, reads) -> (outputs, done)`; it consumes what it reads for the last time, where it can."""
+        """`(leaves, reads) -> (outputs, done)`; it donates what it reads for the last time, where it can."""
         renewed = self._renewed(part)
         reads = [v for v in part.reads if v not in renewed]
         takes = [*part.leaves, *reads, *renewed]
@@ -247,7 +227,7 @@ class LayerPrograms:
         return run
 
     def _renewed(self, part: StraightStage) -> list[Var]:
-        """What dies whose memory a result can take."""
+        """Inputs at their last use whose memory an output can take."""
         free = [self._type(v) for v in part.outputs]
         found = []
         for var in part.reads:
@@ -286,12 +266,12 @@ class LayerPrograms:
 
     @_once
     def enter(self, loop: ScannedLayers | OuterLoop) -> Jitted:
-        """`values -> the first carry`, as iterations take it and may consume it."""
+        """`values -> the first carry`, in memory that iterations may consume."""
         return self._carried(loop.init, loop.last_uses)
 
     @_once
     def renew(self, loop: OuterLoop) -> Jitted:
-        """`values -> the carry` after an iteration; what the iteration made is taken as it is."""
+        """`values -> the carry` after an iteration; what the iteration made is not copied."""
         own = {*loop.loop.carry, *(out for e in loop.loop.body.eqns for out in e.outvars)}
         atoms = loop.loop.body.outvars
         moved = [
@@ -308,7 +288,7 @@ class LayerPrograms:
         return renew
 
     def _carried(self, atoms: Sequence[Atom], last_uses: Collection[Var]) -> Jitted:
-        """`values -> atoms`, in memory of their own; in that of last uses, where it can be."""
+        """`values -> atoms`, in memory of their own: that of values at their last use, where it can be."""
         reads = variables(atoms)
         renewed = [v for v in reads if v in last_uses and self.form(v) == self._default]
         kept = [v for v in reads if v not in renewed]
@@ -357,9 +337,9 @@ class LayerPrograms:
         """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, an iteration.
 
         It returns `(carry, slices, leaving, made, done, gathered)`. `kept` are leaves that it reads as they
-        are fetched; `following`, the leaves of the next iteration, it gathers, if it `gathers`. `made` are
-        stacks that it writes its slice into; these and the carry it consumes. `leaving` are slices for the
-        host, `i` is the iteration's place in stacks, and `done` a number to wait for.
+        are fetched. With `gathers`, it gathers `following`, the leaves of the next iteration. `made` are
+        stacks that it writes its slice into; it donates these and the carry. `leaving` are slices for the
+        host, `i` is the index of the iteration in stacks, and `done` a number to wait for.
         """
         parts, (consts, init, _) = loop.parts, loop.operands
         body, ys = loop.body, loop.results[1]
@@ -474,10 +454,10 @@ class LayerPrograms:
 
     @_once
     def store(self, loop: ScannedLayers, begins: bool) -> Jitted:
-        """`(stacks on the host, slices, i) -> (stacks, done)`: in their place.
+        """`(stacks on the host, slices, i) -> (stacks, done)`, in place; None for stacks if it `begins`.
 
-        Of the iteration that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made
-        on the devices, whole, and copied: XLA allocates on the host what slices are then written into.
+        Stacks of zeros would be made on the devices, whole, and copied; this way XLA allocates them on the
+        host.
         """
         ys = loop.made(ON_HOST)
 
@@ -501,7 +481,7 @@ class LayerPrograms:
 
     @_once
     def empty(self, loop: ScannedLayers) -> Jitted:
-        """`() -> zeros` on the devices, for the stacks that a loop makes there anew."""
+        """`() -> zeros` on the devices, for the stacks that a loop makes there."""
         ys = [y for y, old in zip(loop.made(STACK), loop.renewed, strict=True) if old is None]
 
         def empty() -> Arrays:
@@ -529,7 +509,7 @@ def _value(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 
 def _gathered(body: LayerBody, slices: Arrays) -> Arrays:
-    """What an iteration gathers of its leaves alone, of their slices on this device."""
+    """What an iteration gathers from slices of its leaves on this device."""
     known = dict(zip(body.slices, slices, strict=True))
     return body.gathers.run(*(known[var] for var in body.gathers.reads))
 

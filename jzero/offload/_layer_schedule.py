@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of operations of a segment that runs part by part: what it fetches, runs and sends."""
+"""The list of operations of a segment that runs part by part."""
 
 from __future__ import annotations
 
@@ -49,75 +49,53 @@ STRETCH, ITERATION = "a stretch of layers", "an iteration of the loop over layer
 
 @dataclasses.dataclass
 class CutSegment:
-    """A segment in parts.
+    """A segment in parts."""
 
-    Attributes:
-      inner: what one device computes.
-      parts: the cut of it, in the order in which they run.
-      programs: of the parts.
-      leaf_of: what is stored on the hosts of what it takes.
-      leaves: the same by the names that they have in the list.
-      gradients: of what it gives, what is sent to the host, by the names there.
-      on_host: outputs that parts make for the host, each by the first of these that it is.
-      out_shardings: where outputs are stored that go to pinned memory, by index.
-      waiting: what parts pass to others that waits on the host meanwhile.
-      gives: what the segment gives, as the first of its outputs.
-      device_bytes: of what it fetches, on each device at a time.
-      passed_on: outputs that `Arrivals` receive for good; None is given.
-      store: where each gradient goes.
-      copies: how many of each gradient are there at a time.
-      updates: those that begin after a part, by its index, and whether each iteration begins one.
-    """
-
-    inner: Locals
+    inner: Locals  # what one device computes
     parts: tuple[LayerPart, ...]
     programs: LayerPrograms
-    leaf_of: dict[Var, LeafPlan]
-    leaves: dict[Var, Value]
-    gradients: dict[Var, Value]
+    leaf_of: dict[Var, LeafPlan]  # inputs that are stored on the hosts
+    leaves: dict[Var, Value]  # the same, as the list names them
+    gradients: dict[Var, Value]  # what is sent to the host, as the list names it
+    # outputs of parts that are sent to the host: the first of `gradients` that each is
     on_host: dict[Var, Var]
-    out_shardings: dict[int, NamedSharding]
-    waiting: frozenset[Var]
-    gives: Sequence[Var]
-    device_bytes: int
+    out_shardings: dict[int, NamedSharding]  # of outputs that go to pinned memory, by index
+    waiting: frozenset[Var]  # activations that wait on the host
+    gives: Sequence[Var]  # the segment's, which are its first outputs
+    device_bytes: int  # of what it fetches, on each device
+    # written to files as they are made; then None is returned
     passed_on: frozenset[Var] = frozenset()
-    store: Callable[[Var], str] = lambda var: PINNED
-    copies: int = 1
+    store: Callable[[Var], str] = lambda var: PINNED  # where each gradient is sent
+    copies: int = 1  # of each gradient at a time
+    # that begin after a part, by its index, and whether each iteration begins one
     updates: Mapping[int, Sequence[tuple[Update, bool]]] = dataclasses.field(default_factory=dict)
 
 
 class Output(NamedTuple):
-    """Where an output is when the list has run: on the devices, or in pinned memory."""
+    """Where an output is when the list has run."""
 
     value: Value
-    pinned: bool
+    pinned: bool  # else it is on the devices
 
 
 class LayerSchedule:
-    """Makes the list.
-
-    Attributes:
-      outputs: of the segment; None of one that is passed on.
-    """
+    """Makes the list; `outputs` are those of the segment, None for one that layers write to files."""
 
     def __init__(self, cut: CutSegment):
         self._cut, self._programs = cut, cut.programs
         sent = {v: cut.gradients[x] for v, x in cut.on_host.items()}
-        # A loop's last carry is each device's own, and another array as it is given.
+        # A loop's last carry is one array per device; `finish` makes the wanted array of it.
         self._sent = {v: x for v, x in sent.items() if cut.programs.form(v).stacked}
         self._values = {**cut.leaves, **{v: x for v, x in sent.items() if v not in self._sent}}
-        self._away: set[Var] = set()  # what waits on the host now
-        self._index: int | None = None
+        self._waiting_now: set[Var] = set()  # activations that are on the host
         self.outputs: list[Output | None] = []
 
     def all(self) -> Iterator[Op]:
-        """What all parts do, and what makes the outputs."""
+        """The operations of all parts, and those that make the remaining outputs."""
         for index, part in enumerate(self._cut.parts):
             begins = self._cut.updates.get(index, ())
-            self._index = index
             yield from self._of(part, [op for op, sliced in begins if sliced])
             yield from (op for op, sliced in begins if not sliced)
-        self._index = None
         yield from self._finish()
 
     def value(self, var: Var) -> Value:
@@ -148,7 +126,7 @@ class LayerSchedule:
 
         yield from self._back(part.reads)
         yield from self._leaves(part.leaves, part.nbytes)
-        yield self._run(STRETCH, self._all(takes), self._all(part.outputs), call)
+        yield Run(STRETCH, self._all(takes), self._all(part.outputs), call)
         yield from self._sends(part.outputs)
         yield from self._waits(part.outputs)
 
@@ -157,27 +135,25 @@ class LayerSchedule:
         takes = self._all([v for v in part.reads if v not in self._cut.leaf_of])
         gives = self._kept(part.eqn.outvars)
         carry, last = self._all(loop.carry), variables(loop.body.outvars)
-        index, self._index = self._index, None
         yield from self._back(part.reads)
         yield from self._held(variables(part.init))
         yield from self._enter(part, carry)
         body = [op for inner in part.parts for op in self._of(inner)]
         renew = programs.renew(part)
-        body.append(self._run("", self._all(last), carry, _named(last, renew)))
+        body.append(Run("", self._all(last), carry, _named(last, renew)))
         goes_on = None
         if loop.goes_on is not None:
             asked = loop.goes_on.invars
             goes_on = Run("", self._all(asked), (), _named(asked, programs.goes_on(part)))
         yield Loop(tuple(body), loop.length, _line_of(part.eqn), takes, gives, goes_on=goes_on)
         results = [(v, x) for v, x in zip(loop.results, carry, strict=True) if v is not None]
-        yield self._run("", tuple(x for _, x in results), self._all([v for v, _ in results]), _same)
-        self._index = index
+        yield Run("", tuple(x for _, x in results), self._all([v for v, _ in results]), _same)
         yield from self._sends(part.eqn.outvars)
 
     def _enter(self, part: ScannedLayers | OuterLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
-        """The first carry, in memory of its own; leaves that it begins with are there."""
+        """Makes the first carry, in memory of its own."""
         reads = variables(part.init)
-        yield self._run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
+        yield Run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
 
     def _scanned_layers(self, loop: ScannedLayers, updates: Sequence[Update]) -> Iterator[Op]:
         programs = self._programs
@@ -200,51 +176,50 @@ class LayerSchedule:
             places = [programs.sharding(v) for v in slices if v in self._cut.waiting]
             body.append(Fetch(back, PINNED, tuple(places)))
         ahead, first, last = int(bool(gathered)), list[Op](), list[Op]()
-        rides = list[Fetch | Send]()
+        transfers = list[Fetch | Send]()
         if gathered:
             first += self._fetch_slices(loop, leaves, 1), self._gather(loop, leaves, gathered)
-        if self._has_room_for_riders(loop):
+        if self._fetches_within_programs(loop):
             first.append(self._fetch_slices(loop, leaves, ahead + 1))
-            rides.append(self._fetch_slices(loop, leaves, ahead + 1))
-            rides += self._stores(loop, -1)
+            transfers.append(self._fetch_slices(loop, leaves, ahead + 1))
+            transfers += self._stores(loop, -1)
             last += self._stores(loop, -1)
         else:
             body.append(self._fetch_slices(loop, leaves, ahead))
-        body.append(self._iteration(loop, carry, gathered, leaves, tuple(rides)))
+        body.append(self._iteration(loop, carry, gathered, leaves, tuple(transfers)))
         body += self._leaving(loop)
-        body += () if rides else self._stores(loop)
+        body += () if transfers else self._stores(loop)
         body += updates
         parts = loop.parts
         yield Loop(
             tuple(body), parts.length, _line_of(loop.eqn), takes, gives, tuple(first), tuple(last),
             parts.reverse,
         )  # fmt: skip
-        yield self._run("", carry, self._all(loop.results[0]), _same)
+        yield Run("", carry, self._all(loop.results[0]), _same)
         yield from self._sends([*loop.results[0], *loop.made(STACK)])
         yield from self._waits(loop.made(STACK))
 
     def _stacks(self, loop: ScannedLayers) -> Iterator[Op]:
-        """The stacks that a loop makes, before it writes slices into them."""
+        """Makes the stacks that iterations write slices into."""
         programs, ys = self._programs, loop.made(STACK)
         pairs = [*zip(ys, loop.renewed, strict=True)]
         new = [y for y, old in pairs if old is None]
         if new:
-            yield self._run("", (), self._all(new), lambda *_: (programs.empty(loop)(), ()))
+            yield Run("", (), self._all(new), lambda *_: (programs.empty(loop)(), ()))
         if olds := [(y, old) for y, old in pairs if old is not None]:
             took, gave = self._all([old for _, old in olds]), self._all([y for y, _ in olds])
-            yield self._run("", took, gave, _same)
+            yield Run("", took, gave, _same)
 
-    def _has_room_for_riders(self, loop: ScannedLayers) -> bool:
-        """Whether each iteration fetches within its program, where the copies hide behind its products.
+    def _fetches_within_programs(self, loop: ScannedLayers) -> bool:
+        """Whether each iteration fetches within its program, where products hide the copies.
 
-        An iteration's leaves are then there when the program before it is over, and so beside that one's. Of
-        files a program reads nothing.
+        The next iteration's leaves then arrive beside this one's. Programs cannot read files.
         """
         pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 
     def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
-        """Leaves of the iteration that is so many ahead."""
+        """Leaves of the iteration `ahead` of this one."""
         programs = self._programs
 
         def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
@@ -264,11 +239,11 @@ class LayerSchedule:
             found, done = programs.gather(loop)([*arrays], programs.positions(loop.parts.length)[0])
             return found, [done]
 
-        return self._run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
+        return Run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
 
     def _iteration(
         self, loop: ScannedLayers, carry: tuple[Value, ...], gathered: tuple[Value, ...],
-        leaves: tuple[Value, ...], rides: tuple[Fetch | Send, ...],
+        leaves: tuple[Value, ...], transfers: tuple[Fetch | Send, ...],
     ) -> Run:  # fmt: skip
         programs = self._programs
         consts = self._all(variables(loop.operands[0]))
@@ -285,7 +260,7 @@ class LayerSchedule:
             assert place is not None
             *parts, rest = split(arrays, *sizes)
             positions = programs.positions(loop.parts.length)
-            num = len(rest) - sum(1 + isinstance(op, Send) for op in rides)
+            num = len(rest) - sum(1 + isinstance(op, Send) for op in transfers)
             coming = rest[:num]  # The last iteration gathers for none.
             stacks, slices, renewed = [*rest[num:], [], [], []][:3]
             # Of an iteration that is not there any place: nothing is copied.
@@ -312,10 +287,10 @@ class LayerSchedule:
             *(Slice(self.value(y)) for y in loop.leaving), *made, *gathered,
         ]  # fmt: skip
         takes: list[Ref] = [x for group in (*groups, following) for x in group]
-        return Run(ITERATION, tuple(takes), tuple(gives), call, self._index, rides)
+        return Run(ITERATION, tuple(takes), tuple(gives), call, transfers)
 
     def _leaving(self, loop: ScannedLayers) -> Iterator[Send]:
-        """What an iteration sends to the host."""
+        """Sends slices of an iteration to the host."""
         programs, mine = self._programs, loop.made(SLICES)
         if waits := [y for y in mine if y in self._cut.waiting]:
             places = tuple([programs.sharding(y, PINNED) for y in waits])
@@ -327,7 +302,7 @@ class LayerSchedule:
             yield Send(refs, store, places, copies=self._cut.copies)
 
     def _stores(self, loop: ScannedLayers, ahead: int = 0) -> Iterator[Send]:
-        """What an iteration, or the one that is so many ahead, has made for stacks on the host."""
+        """Writes slices of an iteration, or of the one `ahead` of it, into stacks on the host."""
         programs = self._programs
         if stacks_there := loop.made(ON_HOST):
 
@@ -342,7 +317,7 @@ class LayerSchedule:
     # -- between memories ------------------------------------------------------------------------------
 
     def _leaves(self, leaves: Sequence[Var], nbytes: int, ahead: bool = True) -> Iterator[Fetch]:
-        """Whole leaves; of each store by itself."""
+        """Whole leaves, one fetch for each store."""
         tiers = dict.fromkeys(self._cut.leaf_of[v].tier for v in leaves)
         for i, tier in enumerate(tiers):
             mine = [v for v in leaves if self._cut.leaf_of[v].tier == tier]
@@ -351,32 +326,32 @@ class LayerSchedule:
             yield Fetch(self._all(mine), tier, places, nbytes=room, ahead=ahead)
 
     def _held(self, reads: Sequence[Var]) -> Iterator[Fetch]:
-        """Leaves among what a loop reads, whole: they are there until it is over."""
+        """Leaves that a loop reads whole: they stay until it is over."""
         yield from self._leaves([v for v in reads if v in self._cut.leaf_of], 0, ahead=False)
 
     def _back(self, reads: Sequence[Var]) -> Iterator[Fetch]:
-        """What waits on the host, and comes to the devices again."""
-        mine = [v for v in dict.fromkeys(reads) if v in self._away]
+        """Fetches activations from the host."""
+        mine = [v for v in dict.fromkeys(reads) if v in self._waiting_now]
         if mine:
-            self._away.difference_update(mine)
+            self._waiting_now.difference_update(mine)
             places = tuple([self._programs.sharding(v) for v in mine])
             yield Fetch(self._all(mine), PINNED, places)
 
     def _waits(self, made: Sequence[Var]) -> Iterator[Send]:
-        """Of what is made, what waits on the host."""
+        """Sends activations to the host, if they wait there."""
         mine = [v for v in made if v in self._cut.waiting]
         if mine:
-            self._away.update(mine)
+            self._waiting_now.update(mine)
             places = tuple([self._programs.sharding(v, PINNED) for v in mine])
             yield Send(self._all(mine), PINNED, places, waits=True)
 
     def _sends(self, made: Sequence[Var]) -> Iterator[Op]:
-        """Of what is made, what goes to the host as an output."""
+        """Sends outputs to the host."""
         mine = [v for v in made if v in self._cut.on_host]
         for var in mine:
             if var in self._sent:
                 run = self._programs.finish((self._output_of(var),), (var,))
-                yield self._run("", (self.value(var),), (self._sent[var],), of_list(run))
+                yield Run("", (self.value(var),), (self._sent[var],), of_list(run))
         there = [v for v in mine if self._sharding(v).memory_kind == PINNED]
         for store, sent in self._by_store(there):
             places = tuple(map(self._sharding, sent))
@@ -400,7 +375,7 @@ class LayerSchedule:
     # -- outputs ---------------------------------------------------------------------------------------
 
     def _finish(self) -> Iterator[Op]:
-        """Finds the outputs; those that no part makes as they are wanted are made now."""
+        """Finds the outputs, and makes those that no part makes in the wanted form."""
         cut, atoms = self._cut, self._cut.inner.jaxpr.outvars
         found: dict[int, Output | None] = {}
         for i, atom in enumerate(atoms):
@@ -420,7 +395,7 @@ class LayerSchedule:
                 for i in missing
             )
             run = self._programs.finish(missing, tuple(reads))
-            yield self._run("", self._all(reads), made, of_list(run))
+            yield Run("", self._all(reads), made, of_list(run))
             for i, value in zip(missing, made, strict=True):
                 place = cut.out_shardings.get(i)
                 found[i] = Output(value, place is not None)
@@ -428,13 +403,13 @@ class LayerSchedule:
                     yield Send((value,), cut.store(cut.gives[i]), (place,), copies=cut.copies)
         for i, sharding in cut.out_shardings.items():
             if sharding.memory_kind != PINNED and (output := found[i]) is not None:
-                # No part makes it for the host: it goes into files from the devices.
+                # No part sends it: it goes into files from the devices.
                 yield Send((output.value,), cut.store(cut.gives[i]))
                 found[i] = None
         self.outputs = [found[i] for i in range(len(atoms))]
 
     def _output(self, index: int) -> Output | None:
-        """An output that a part has made as it is wanted, else None."""
+        """An output that a part makes in the wanted form, else None."""
         cut, jaxpr = self._cut, self._cut.inner.jaxpr
         atom, wanted = jaxpr.outvars[index], cut.out_shardings
         if _jaxpr.is_literal(atom) or atom in cut.passed_on:
@@ -447,17 +422,10 @@ class LayerSchedule:
         as_wanted = atom not in jaxpr.invars and not self._programs.form(atom).stacked
         return Output(self.value(atom), False) if as_wanted and index not in wanted else None
 
-    # -- programs --------------------------------------------------------------------------------------
-
-    def _run(
-        self, name: str, takes: tuple[Ref, ...], gives: tuple[Ref, ...], call: DeviceCall
-    ) -> Run:
-        return Run(name, takes, gives, call, self._index)
-
     def _kept(self, made: Sequence[Var]) -> tuple[Value, ...]:
         """Of what is made, what stays on the devices."""
-        away = self._cut.on_host.keys() | self._cut.waiting
-        return self._all([v for v in made if v not in away])
+        gone = self._cut.on_host.keys() | self._cut.waiting
+        return self._all([v for v in made if v not in gone])
 
 
 def _value(atom: Any, what: str) -> Value:
@@ -479,5 +447,5 @@ def _same(arrays: Sequence[Any], _: int | None) -> Any:
 
 
 def _line_of(loop: Eqn) -> str:
-    """Where the user wrote it; nothing if it is jzero's own, over microbatches."""
+    """The user's line; '' for jzero's own loop over microbatches."""
     return "" if _jaxpr.in_scope(loop, MICROBATCHES) else _lines.summary(loop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayeredSegment`: a segment whose parameters are stored on the hosts, in parts that fit a device."""
+"""`LayeredSegment`: a segment whose parameters are stored on the hosts, cut in parts that fit a device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
-from jzero.offload._file_reads import FileReads, FileRun, FileSource
+from jzero.offload._file_reads import FileReader, FileReads, FileSource
 from jzero.offload._layer_programs import ArrayForm, LayerPrograms, Locals
 from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Output
 from jzero.offload.execute._executor import Section
 from jzero.offload.memory._file_storage import FileStorage
-from jzero.offload.schedule._ops import Op, Update, Value, Wanted
+from jzero.offload.schedule._ops import Update, Value, Wanted
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
@@ -35,8 +35,8 @@ from jzero.sharding.plan._backend import Window
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
-# Where values wait on the host: the devices have of them what the part (or iteration) that runs has made or
-# read, and what the next two read.
+# Where activations wait on the host, the devices have those of the part (or iteration) that runs, and those
+# that the next two read.
 UNDER_WAY = 1
 NO_FILES = contextlib.nullcontext(None)
 
@@ -50,28 +50,16 @@ class LayeredSegment:
 
     Those of an outer loop run in each iteration. The first part of the next iteration is fetched while the
     last part of this one runs; of a `while`, when the host has read that there is a next iteration.
-
-    Attributes:
-      sent: what it gives that goes to pinned memory.
-      literals: of these, what is known beforehand, by its place among all that it gives.
-      host_bytes: the most bytes of this process's memory for what comes from files; 0 if nothing does.
     """
 
     def __init__(
         self, planned: PlannedStep, segment: Segment, sent: Sequence[Var], window: Window,
         names: Mapping[Var, Value],
     ):  # fmt: skip
-        """Cuts the segment.
+        """Cuts the segment, which takes parameters as they are stored on the hosts.
 
-        Args:
-          planned: the step.
-          segment: takes parameters that are stored on the hosts, as they are stored.
-          sent: what it gives that goes to pinned memory.
-          window: how much of these parameters is on its way, or on the devices.
-          names: by which names the step's leaves are known.
-
-        Raises:
-          OptionError: what one part needs of them is more.
+        `sent` are outputs that go to pinned memory; `names` are those of the step's leaves in the list.
+        Raises an `OptionError` if one part reads more parameters than `window` has room for.
         """
         self._segment, self.sent, self.host_bytes = segment, tuple(sent), window.host_bytes
         inner = Locals.of(segment, planned.plan.new_leaves)
@@ -162,7 +150,7 @@ class LayeredSegment:
         return FileReads(sources, self.host_bytes, in_order, between)
 
     def num_slices(self) -> dict[Var, int]:
-        """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
+        """In how many slices each leaf is fetched; 1 if it is fetched whole."""
         found = dict.fromkeys(self._taken.values(), 1)
         for part in _layer_parts.fetched(self.parts):
             if isinstance(part, ScannedLayers):
@@ -170,31 +158,24 @@ class LayeredSegment:
         return {self._taken[var]: found[self._taken[var]] for var in self._cut.leaf_of}
 
     def as_segment(self) -> Segment:
-        """The segment, whose `run` does what the parts do: to be read, counted and compared."""
+        """The segment as one function, which does what the parts do: to be traced and compared."""
         return dataclasses.replace(
             self._segment, run=self._cut.programs.whole(self._segment, self.parts)
         )
 
-    def tell(
+    def set_sends(
         self, store: Callable[[Var], str], copies: int,
         updates: Mapping[int, Sequence[tuple[Update, bool]]],
     ) -> None:  # fmt: skip
-        """Before the first run: what becomes of `sent`.
+        """Before the first run: where `sent` goes, in how many copies, and what updates it starts.
 
-        Args:
-          store: where each of it goes.
-          copies: how many of them are there at a time.
-          updates: those that begin after a part, by its index, and whether each iteration begins one.
+        `updates` begin after a part, by its index; with each is said whether each iteration begins one.
         """
         self._cut.store, self._cut.copies, self._cut.updates = store, copies, updates
 
     @functools.cached_property
-    def ops(self) -> tuple[Op, ...]:
-        return tuple(self._schedule.all())
-
-    @property
     def section(self) -> Section:
-        return Section(self.ops, self._cut.device_bytes, self._under_way)
+        return Section(tuple(self._schedule.all()), self._cut.device_bytes, self._under_way)
 
     @functools.cached_property
     def _schedule(self) -> LayerSchedule:
@@ -202,8 +183,8 @@ class LayeredSegment:
 
     @property
     def outputs(self) -> list[Output | None]:
-        """Where all is that it gives, and its outputs, when the list has run; None of what is handed over."""
-        assert self.ops
+        """Where all outputs are when the list has run; None for what is written to files as it is made."""
+        assert self.section  # Makes the list.
         return self._schedule.outputs
 
     @property
@@ -212,7 +193,7 @@ class LayeredSegment:
         return self._cut.gradients
 
     def buffers(self) -> tuple[HostNeed, ...]:
-        """What is on its way from files, for one of the devices of a process."""
+        """Memory for parameters in transfer from files, for one of a process's devices."""
         mesh, nbytes = self._mesh, self.host_bytes
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
@@ -220,13 +201,13 @@ class LayeredSegment:
     # -- when things are on the host -------------------------------------------------------------------
 
     def arrivals(self) -> dict[Var, int]:
-        """The part after which each of `sent` is on the host; what is there at the end only is left out."""
+        """After which part each of `sent` is on the host; without those that arrive only at the end."""
         parts = enumerate(self.parts)
         return {self._cut.on_host[v]: i for i, part in parts for v in self._leaving(part)}
 
     @functools.cached_property
     def numbers(self) -> dict[Var, jax.Array]:
-        """What of `sent` is no computation but a number, in pinned memory."""
+        """Those of `sent` that are constants, in pinned memory."""
         outvars = self._cut.inner.jaxpr.outvars
         with jax.transfer_guard("allow"):
             return {
@@ -235,7 +216,7 @@ class LayeredSegment:
             }
 
     def last_reads(self) -> dict[Var, int]:
-        """The last part that fetches each leaf; their number, for what is returned."""
+        """The last part that fetches each leaf; the number of parts for a leaf that is returned."""
         found: dict[Var, int] = {}
         last = {v: i for i, part in enumerate(self.parts) for v in (*part.reads, *part.leaves)}
         last |= dict.fromkeys(variables(self._cut.inner.jaxpr.outvars), len(self.parts))
@@ -253,7 +234,7 @@ class LayeredSegment:
         return part.parts.length, fetched - whole | {self._cut.on_host[v] for v in part.leaving}
 
     def send_slices(self, gradients: Collection[Var]) -> None:
-        """Before the first run: of these stacks each slice arrives by itself, and None is given."""
+        """Before the first run: sends each slice of these stacks by itself, and returns None for them."""
         cut = self._cut
         mine = {v for v, given in cut.on_host.items() if given in gradients}
 
@@ -266,14 +247,12 @@ class LayeredSegment:
         loops = (part for part in cut.parts if isinstance(part, ScannedLayers))
         cut.passed_on = frozenset(y for loop in loops for y in loop.made(SENT))
 
-    def hand_over(self, gradients: Collection[Var]) -> dict[Var, int]:
-        """Before the first run: passes the ownership of these gradients to `Arrivals`, as they arrive.
+    def send_to_files(self, gradients: Collection[Var]) -> dict[Var, int]:
+        """Before the first run: these gradients go into files as they arrive on the host; None is returned.
 
-        Stacks arrive slice by slice; the segment then gives None. What no stage and no loop over layers makes
-        for the host, as sums over microbatches, is given at the end, on the devices.
-
-        Returns:
-          Of each, in how many slices it arrives; 1 if it arrives whole, or does not.
+        Stacks arrive slice by slice. What no stage and no loop over layers makes, as sums over microbatches,
+        goes into files from the devices, at the end. Returns in how many slices each arrives; 1 for a whole
+        one.
         """
         slices = {
             v: num
@@ -290,12 +269,12 @@ class LayeredSegment:
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
                 self._cut.out_shardings[i] = self._cut.out_shardings[i].with_memory_kind(DEVICE)
-        # As many iterations may be under way as where activations wait on the host.
+        # Bounds gradients on the devices, as it bounds activations.
         self._under_way = UNDER_WAY
         return dict.fromkeys(gradients, 1) | slices
 
     def arriving_bytes(self) -> int:
-        """The most bytes on each device of gradients that arrive at a time, of those passed on."""
+        """The most bytes on each device of gradients that arrive at a time, on their way into files."""
         cut, most = self._cut, 0
         for i, part in enumerate(cut.parts):
             made = part.made(SENT) if isinstance(part, ScannedLayers) else self._leaving(part)
@@ -313,14 +292,14 @@ class LayeredSegment:
     # -- a run -----------------------------------------------------------------------------------------
 
     def here(self, values: Values) -> dict[Value, Any]:
-        """What it begins with on the devices, by the names that it has in the list."""
+        """The values that the list begins with on the devices."""
         made, leaves = self._schedule, self._cut.leaves
         taken = {made.value(v): values[of] for v, of in self._taken.items() if v not in leaves}
         return self._known | taken
 
     def reading(
         self, there: Mapping[Any, Any]
-    ) -> contextlib.AbstractContextManager[FileRun | None]:
+    ) -> contextlib.AbstractContextManager[FileReader | None]:
         """Reads of those leaves that are in files, while the list runs; None if there are none."""
         leaves = {value: there[value] for value in self._cut.leaves.values()}
         in_files = {value: x for value, x in leaves.items() if isinstance(x, FileStorage)}
@@ -328,7 +307,7 @@ class LayeredSegment:
 
     @functools.cached_property
     def _known(self) -> dict[Value, Any]:
-        """Constants, and zeros for indices, which programs know themselves; on the devices."""
+        """Constants, and zeros for device indices (programs compute their own), on the devices."""
         with jax.transfer_guard("allow"):
             return {
                 self._schedule.value(var): jax.device_put(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast bytes go between devices and their host, and among devices: measured by doing it."""
+"""Measured bandwidth between devices and their host, and among devices."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def copied(
 ) -> tuple[float, float]:
     """Bytes per second of each device, to pinned memory and from it, while all of them copy.
 
-    With `both_ways` each device copies to the host and from it at the same time; both rates are then those of
-    the slower way.
+    With `both_ways` each device copies in both directions at a time; both rates are then those of the slower.
     """
     here = [SingleDeviceSharding(device) for device in devices]
     there = [sharding.with_memory_kind(PINNED) for sharding in here]
@@ -48,13 +47,13 @@ def copied(
 
 
 def collective(op: str, devices: Sequence[jax.Device], nbytes: int) -> float:
-    """Bytes per second of the whole value that devices gather, or reduce and scatter (algorithm bandwidth).
+    """Algorithm bandwidth of a collective over at least two devices of this process, in bytes per second.
 
-    Of a value of about `nbytes`, over at least two devices of this process.
+    It gathers, or reduces and scatters, a value of about `nbytes`.
     """
     mesh = Mesh(np.array(devices), (_AXIS,))
     count = max(1, nbytes // len(devices) // 2) * len(devices)
-    # In 16 bits, as weights and gradients travel; each device hands in its part, or a whole value.
+    # In 16 bits, as weights and gradients travel; each device has its part, or a whole value.
     size = count if op == "all-gather" else count * len(devices)
     zeros = jax.jit(
         lambda: jnp.zeros(size, jnp.bfloat16), out_shardings=NamedSharding(mesh, P(_AXIS))
@@ -64,7 +63,7 @@ def collective(op: str, devices: Sequence[jax.Device], nbytes: int) -> float:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """The least of some runs, after one that is not counted."""
+    """The least of some runs, after a warm-up."""
     run()
     found = []
     for _ in range(_TIMES):

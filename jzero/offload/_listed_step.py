@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ListedStep`: a step that runs as a list of operations: leaves are stored away from the devices."""
+"""`ListedStep`: a step that runs as a list of operations, as leaves are offloaded."""
 
 from __future__ import annotations
 
@@ -15,37 +15,31 @@ from jzero.offload.execute._executor import NOBODY, Executable, Execution, HostS
 from jzero.offload.schedule._ops import DeviceCall, Value
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Segment, SegmentFn, Values, Var
+from jzero.segments._segment import Compiled, Segment, SegmentFn, Var
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.plan._backend import Window
 
 
 class ListedStep(SegmentedStep):
-    """The segments of a step, and the names that its values have in the list.
-
-    Attributes, beside those of `SegmentedStep`:
-      planned: the step.
-      shardings: where the state is stored, for JAX.
-      builder: of its programs.
-      leaves: where the state is stored.
-      layered: forward and backward part by part, if parameters are stored on the hosts.
-      away: for each leaf that is stored away from the devices, its index.
-    """
+    """The segments of a step, and the names that its values have in the list."""
 
     def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding]):
         self.planned, self.shardings, self.leaves = planned, shardings, planned.plan.leaves
         self.builder = Builder(planned, shardings)
         super().__init__(self.builder)
-        self.layered: LayeredSegment | None = None
-        self.away = {var: i for var, i in self.leaf_of.items() if self.leaves[i].tier != DEVICE}
+        self.layered: LayeredSegment | None = (
+            None  # forward and backward, if parameters are on hosts
+        )
+        # The indices of leaves that are stored elsewhere than on the devices.
+        self.offloaded = {
+            var: i for var, i in self.leaf_of.items() if self.leaves[i].tier != DEVICE
+        }
         self._names = dict(zip(self.invars, map(Value.of_leaf, self.leaves), strict=False))
 
     def cut(self, window: Window, sent: Callable[[Var], bool]) -> None:
         """Cuts forward and backward in parts, if parameters are stored on the hosts.
 
-        Args:
-          window: how much of these parameters may be on the devices at a time.
-          sent: whether a value that they give goes to pinned memory.
+        `window` limits how much of them is on the devices; values for which `sent` holds go to pinned memory.
         """
         if any(leaf.is_streamed for leaf in self.leaves):
             gradients = [*filter(sent, self.grad.gives)]
@@ -53,13 +47,13 @@ class ListedStep(SegmentedStep):
             self.grad = self.layered.as_segment()
 
     def given(self, var: Var) -> Output | None:
-        """Where that is which forward and backward give part by part; None of all else."""
+        """Where a value is that forward and backward give part by part; None for other values."""
         if self.layered is None or var not in self.grad.gives:
             return None
         return self.layered.outputs[self.grad.gives.index(var)]
 
     def name(self, var: Var) -> Value:
-        """By which name a variable is known; of what is sent to the hosts and stays, on the devices."""
+        """The name of a variable in the list; the name on the devices, if it is also sent to the hosts."""
         if var not in self._names:
             output = self.given(var)
             self._names[var] = output.value if output else Value.of_gradient(var.aval)
@@ -84,11 +78,11 @@ class ListedStep(SegmentedStep):
     def execution(
         self, program: Executable, state: Sequence[Any], arrays: Sequence[Any], host: HostSide = NOBODY
     ) -> Execution:  # fmt: skip
-        """A run of the list, with all that the caller gives in its place."""
-        values, away = self.values(state, arrays), self.away
+        """A run of the list that begins with the caller's leaves and arrays."""
+        values = self.values(state, arrays)
         here: dict[Any, Any] = self.layered.here(values) if self.layered else {}
-        here |= {self.name(var): x for var, x in values.items() if var not in away}
-        there: dict[Any, Any] = {self.name(var): values[var] for var in away}
+        here |= {self.name(var): x for var, x in values.items() if var not in self.offloaded}
+        there: dict[Any, Any] = {self.name(var): values[var] for var in self.offloaded}
         return Execution(program, here, there, host)
 
     def run_gradients(self, run: Execution, gradients: Section) -> None:
@@ -96,22 +90,18 @@ class ListedStep(SegmentedStep):
             run.run(gradients, files=files)
 
 
-def called(
-    segment: Segment, program: Callable[[Values], SegmentFn], waits: bool = False
-) -> DeviceCall:
-    """A segment on what it takes: what it gives, and its outputs.
+def called(segment: Segment, run: SegmentFn | Compiled) -> DeviceCall:
+    """A segment as a program of what it takes, which returns what it gives, and its outputs.
 
-    Args:
-      segment: it.
-      program: what runs it on these values.
-      waits: whether it is over when the first of its results is there; else nobody waits for it.
+    Only a `Compiled` one is waited for.
     """
+    waits = isinstance(run, Compiled)
 
     def call(arrays: Sequence[Any], _: int | None) -> Any:
         here = dict(zip(segment.takes, arrays, strict=True))
-        made = segment(here, program(here))
+        made = segment(here, run.of(segment, here) if isinstance(run, Compiled) else run)
         found = [*(here[var] for var in segment.gives), *(made[i] for i in segment.outs)]
-        # All results of a program are there when one is; no later bucket consumes what this one made.
+        # All results of a program arrive together; no later bucket donates the smallest one.
         return found, sorted(found, key=lambda x: x.size)[: int(waits)]
 
     return call

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryRun`: the updates of one step in the hosts' memory; some begin while earlier layers compute.
+"""`MemoryRun`: the updates of one step in the hosts' memory, some while earlier layers compute.
 
-Some begin on an `Assumption`, and are undone if it does not hold: kernels write old values beside new ones.
+Some start on an `Assumption`, and are undone if it does not hold: kernels also write old values.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 class Arrived(NamedTuple):
-    """Gradients of a bucket, or of a slice of it."""
+    """Gradients of a bucket, or of a slice of it, on the host."""
 
     bucket: EarlyBucket
     at: int | None  # which slice; None for whole leaves
-    here: Mapping[Var, jax.Array]  # what is there of what the bucket reads
+    here: Mapping[Var, jax.Array]  # the inputs of the bucket that exist
 
 
-# Of one bucket, or of a slice of it, what it overwrites: of each device all leaves.
+# What a bucket, or a slice of it, overwrites: all leaves of each device.
 Old = list[list[np.ndarray]]
 
 
 class MemoryRun(HostRun):
-    """One step's.
+    """The updates of one step.
 
     A leaf is taken before the first byte of it is overwritten: from then on the old state is lost, by name.
     """
@@ -50,8 +50,8 @@ class MemoryRun(HostRun):
     def __init__(self, updates: MemoryUpdates, state: Sequence[Any], num_steps: int):
         self._updates, self._state, self._num_steps = updates, state, num_steps
         self._ready: list[Arrived] = []
-        self._late: list[Arrived] = []  # what begins when all numbers are there
-        self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
+        self._late: list[Arrived] = []  # what starts when all numbers are there
+        self._assumed: list[tuple[Arrived, Old]] = []  # what has started on an assumption
         self._under_way: collections.deque[UnderWay] = collections.deque()
         # Leaves of the new state that early updates have taken, and their memory.
         self._made: dict[int, Any] = {}
@@ -66,14 +66,14 @@ class MemoryRun(HostRun):
         if kind is None:
             self._updates.has_run = True
 
-    def prepare(self, update: Update, takes: Sequence[Any]) -> None:
+    def prepare(self, takes: Sequence[Any]) -> None:
         self._updates.prepare(self, self._state, self._named(takes))
 
     def _named(self, takes: Sequence[Any]) -> dict[Var, Any]:
         return dict(zip(self._updates.late_reads, takes, strict=True))
 
     def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
-        """Begins an early update: later parts fetch its parameters from where they are then. Or ends all."""
+        """Starts an early update, so that later parts fetch parameters from their new memory; or ends all."""
         updates = self._updates
         if update.bucket is not None:
             here = dict(zip(update.bucket.begins_with, takes, strict=True))
@@ -88,7 +88,7 @@ class MemoryRun(HostRun):
         return New(updates.named(taken | self._made), sent)
 
     def take(self) -> dict[int, Any]:
-        """See `HostRun`: before any is overwritten, so that no interruption leaves a half new state."""
+        """Takes leaves before any is overwritten, so that no interruption leaves a half new state."""
         updates, state = self._updates, self._state
         others = [i for i in updates.hosted if i not in updates.early_leaves]
         hosted = {i: state[i].renewed(self.pending, self._num_steps) for i in others}
@@ -113,7 +113,7 @@ class MemoryRun(HostRun):
         return taken
 
     def _room(self, arrived: Arrived) -> Old | None:
-        """Memory for old values of an update that may begin on an assumption; None if it waits."""
+        """Memory for the old values of an update on an assumption; None if the update must wait."""
         (bucket, at, _), updates, old = arrived, self._updates, self._old
         if not self._history.allows(bucket.assumption):
             return None
@@ -128,7 +128,7 @@ class MemoryRun(HostRun):
     def _start(
         self, arrived: Arrived, numbers: Numbers, old: Old | None = None
     ) -> dict[int, jax.Array]:
-        """Starts an update with these numbers; parameters that were taken by it."""
+        """Starts an update with these numbers; returns the parameters that it took."""
         (bucket, _, here), updates = arrived, self._updates
         taken = self._take([i for i in bucket.leaves if i not in self._made])
         inputs = [
@@ -140,7 +140,7 @@ class MemoryRun(HostRun):
         return taken
 
     def _places(self, arrived: Arrived) -> Old:
-        """The memory that an update renews, of each device."""
+        """The memory that an update overwrites, of each device."""
         bucket, at, _ = arrived
         memory = [self._memory[i].buffers for i in bucket.leaves]
         return [
@@ -149,7 +149,7 @@ class MemoryRun(HostRun):
         ]
 
     def _take(self, indices: Sequence[int]) -> dict[int, jax.Array]:
-        """Leaves that are updated from here on; parameters among them."""
+        """Takes leaves that are updated from here on; returns the parameters among them."""
         updates = self._updates
         leaves = updates.step.leaves
         pinned = renewed(self._state, [i for i in indices if leaves[i].tier == PINNED], leaves)
@@ -159,7 +159,7 @@ class MemoryRun(HostRun):
         return pinned
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
-        """Begins what has waited, waits for all, and does again what has begun on a wrong assumption.
+        """Starts what has waited, waits for all, and does again what started on a wrong assumption.
 
         `reads` has all that the host reads besides its leaves; numbers are there.
         """
@@ -181,17 +181,13 @@ class MemoryRun(HostRun):
             self._under_way.popleft().finish()
 
     def _undone(self, numbers: Numbers) -> list[Arrived]:
-        """Updates that have begun on a wrong assumption; the memory is again as they found it."""
+        """Updates that started on a wrong assumption; restores the memory that they overwrote."""
         wrong = [
             (arrived, old) for arrived, old in self._assumed
             if arrived.bucket.assumption and not arrived.bucket.assumption.holds(self._history.last, numbers)
         ]  # fmt: skip
         for arrived, old in wrong:
-            self._restore(arrived, old)
+            for memory, values in zip(self._places(arrived), old, strict=True):
+                for place, value in zip(memory, values, strict=True):
+                    np.copyto(place, value)
         return [arrived for arrived, _ in wrong]
-
-    def _restore(self, arrived: Arrived, old: Old) -> None:
-        """Old values in the place of those that an update has made."""
-        for memory, values in zip(self._places(arrived), old, strict=True):
-            for place, value in zip(memory, values, strict=True):
-                np.copyto(place, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryUpdates`: leaves in the hosts' memory are updated there, in their place."""
+"""`MemoryUpdates`: updates leaves in the hosts' memory, in place."""
 
 from __future__ import annotations
 
@@ -26,46 +26,33 @@ WHO = _call.WHO
 
 
 class MemoryUpdates(HostUpdates):
-    """Of leaves in ordinary memory, and of parameters in pinned memory.
+    """Updates leaves in ordinary memory, and parameters in pinned memory.
 
-    Of parameters that are stored on the hosts the update begins layer by layer, as gradients come: with the
-    second step, when all programs are compiled. See `plan_early`.
-
-    Attributes, beside those of `HostUpdates`:
-      has_run: whether a step is over, so that all programs are compiled.
-      early_leaves: all that early updates renew, by index.
-      compiled: of each early bucket, what updates its leaves; by the first step, as what follows.
-      keeping: the same of those that begin on an assumption: it hands out their old values.
-      padding: of each early leaf, which part of the shard of each of `devices` is padding.
-      devices: whose shards are updated early; other local devices are their replicas.
-      at: the places of these among the process's devices.
-      history: what numbers of assumptions were in the last steps.
-      old: memory for old values, by the bucket and its slice, unless a run has it. A run that fails keeps it:
-        its threads may still write there.
+    Where parameters are stored on the hosts, the update starts layer by layer, as gradients arrive: from the
+    second step on, when all programs are compiled. See `plan_early`.
     """
 
-    devices: Sequence[jax.Device]
-    at: Sequence[int]
-    padding: Mapping[int, Sequence[Any]]
+    devices: Sequence[
+        jax.Device
+    ]  # whose shards are updated early; other local devices are their replicas
+    at: Sequence[int]  # their places among the process's devices
+    padding: Mapping[int, Sequence[Any]]  # of each early leaf: in the shard of each of `devices`
 
     store, consumes = HOST, True
 
     def __init__(
         self, hosted: Hosted, threads: int | None, delay_after: int | None, shared: Shared
     ):
-        """Plans them.
-
-        Args:
-          hosted: what they make.
-          threads: how many update; None for all processors.
-          delay_after: how many steps are not delayed; None if none ever is.
-          shared: engines in use by steps on batches of other shapes; they share what is the same.
-        """
+        """`shared` has the engines of steps on batches of other shapes; equal ones are shared."""
         self._threads, self.delay_after, self._shared = threads, delay_after, shared
-        self.has_run = False
+        self.has_run = False  # whether a step is over, so that all programs are compiled
+        # Early updates, made in the first step. Those that start on an assumption also return old values.
         self.compiled: dict[EarlyBucket, HostUpdate] = {}
         self.keeping: dict[EarlyBucket, HostUpdate] = {}
-        self.history, self.old = History(), dict[tuple[EarlyBucket, int | None], Old]()
+        # Memory for old values, by bucket and slice. A run takes it, and keeps it if it fails, since its
+        # threads may still write there.
+        self.old: dict[tuple[EarlyBucket, int | None], Old] = {}
+        self.history = History()
         super().__init__(hosted)
         self.early_leaves = frozenset(i for x in self.early.buckets for i in x.leaves)
 
@@ -73,11 +60,6 @@ class MemoryUpdates(HostUpdates):
         return HostBucket(self.step.builder, subgraphs) if subgraphs else None
 
     def pending(self, state: Sequence[Any]) -> tuple[Any, int]:
-        """See `HostUpdates`.
-
-        Raises:
-          StateError: leaves are of several steps.
-        """
         found, mine = {state[i].pending for i in self.hosted}, self.step
         for pending in found:
             other = pending.step if pending else mine
@@ -94,14 +76,14 @@ class MemoryUpdates(HostUpdates):
         return MemoryRun(self, state, num_steps)
 
     def _compile(self, devices: Sequence[jax.Device]) -> None:
-        """Early updates, of shards of these devices."""
+        """Compiles early updates for shards of these devices."""
         planned, leaves = self.step.planned, self.step.leaves
         self.padding = {
             i: padding_of_leaf(leaves[i], planned.mesh, devices) for i in self.early_leaves
         }
         local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.devices, self.at = devices, [local.index(device) for device in devices]
-        # Of all buckets: as many threads update as may.
+        # All buckets share them, so that no more threads update than may.
         helpers = helping_threads(self._threads or default_threads())
         for bucket in self.early.buckets:
             if bucket.assumption:

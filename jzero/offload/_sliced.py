@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket whose leaves are larger than the room for them: updated in slices of rows."""
+"""A bucket whose leaves are larger than `device_bytes`: updated in slices of rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from jzero.sharding.plan._stored_layout import Shard
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """All dims but the last as one; a slice of them is contiguous in memory."""
+    """`[n, m, d] -> [n * m, d]`, so that a slice along dim 0 is contiguous."""
     return x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
 
 
@@ -54,21 +54,21 @@ def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
 
 
 def _done(start: Any) -> jax.Array:
-    """A result of a program that no other one consumes, to wait for; JAX would forward `start` itself."""
+    """A result to wait for that no other program donates; JAX would forward `start` itself."""
     return jnp.asarray(start + 1)
 
 
 class SlicedBucket:
     """The programs of one subgraph, for rows of its leaves.
 
-    Parameters, and whatever else of the state is stored on the devices, become shards like the moments' first
-    and are updated in place; when the last slice is done they take their stored form.
+    Parameters, and other state that is stored on the devices, are first sharded like the moments and updated
+    in place; after the last slice they take their stored layout.
     """
 
     def __init__(
         self, planned: PlannedStep, bucket: UpdateBucket, offloaded: Mapping[Var, NamedSharding]
     ):
-        """Of one subgraph in slices; `offloaded` says where offloaded leaves are stored."""
+        """`bucket` has one subgraph; `offloaded` has the shardings of leaves in pinned memory."""
         subgraph = planned.plan.update.subgraphs[bucket.subgraphs[0]]
         self._subgraph, self._offloaded, self._nbytes = subgraph, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
@@ -102,11 +102,9 @@ class SlicedBucket:
         return [self._frame.jaxpr.invars[i] for i in outs]
 
     def ops(self, names: Callable[[Var], Value], new: Mapping[int, Value]) -> Iterator[Op]:
-        """What it does.
+        """The operations of the update.
 
-        Args:
-          names: by which name a variable is known.
-          new: the renewed leaves on the devices; those on the hosts keep their name, and their place.
+        `new` are the names of updated leaves on the devices; those in pinned memory keep their name.
         """
         own, others, back = (
             tuple(Slice(names(v)) for v in group)
@@ -116,7 +114,7 @@ class SlicedBucket:
             tuple(map(names, group))
             for group in (self._vars(self._renewed), self._large, self._scalars)
         )
-        # Of the state on the devices, as shards: renewed, only read.
+        # State on the devices, in shards: updated, or only read.
         held, read = (tuple(map(dataclasses.replace, group)) for group in (renewed, large))
         yield Run("", renewed, held, of_list(self._entering(self._vars(self._renewed))))
         yield Run("", large, read, of_list(self._entering(self._large)))
@@ -134,7 +132,7 @@ class SlicedBucket:
 
     @functools.cached_property
     def _starts(self) -> list[Any]:
-        """The first row of each slice, on the devices: copied there once, for a guard may forbid steps to."""
+        """The first row of each slice, on the devices; copied once, as a guard may forbid it in steps."""
         place = NamedSharding(self._planned.mesh, P())
         rows = [np.asarray(start, np.int32) for start, _ in self._slices]
         if not isinstance(self._planned.mesh, Mesh):
@@ -143,7 +141,7 @@ class SlicedBucket:
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
 
     def _taken(self, stacks: Sequence[Any]) -> list[Any]:
-        """The leaves that slices are stored into, for these are donated."""
+        """Stored leaves that slices are written into: taken from the user, as they are donated."""
         olds = dict(zip(self._back, stacks, strict=True))
         if any(isinstance(x, jax.core.Tracer) for x in stacks):
             return [*stacks]
@@ -174,7 +172,7 @@ class SlicedBucket:
         return self._planned.shard_map(local, ins, outs, self._also)
 
     def _fetch(self) -> Callable[[Sequence[Any], int], Sequence[Any]]:
-        """`(stacks, which slice) -> its rows`."""
+        """`(stacks, index of the slice) -> its rows`."""
         num, place = len(self._own) + len(self._others), self._place(DEVICE)
 
         def fetch(stacks: list[Any], start: Any, size: int) -> Any:
@@ -193,7 +191,7 @@ class SlicedBucket:
         return by
 
     def _store(self) -> Callable[[Any, Sequence[Any], int], Any]:
-        """`(stacks, rows, which slice) -> stacks, what to wait for`."""
+        """`(stacks, rows, index of the slice) -> stacks, what to wait for`."""
         num, place = len(self._back), self._place(PINNED)
 
         def store(olds: list[Any], new: list[Any], start: Any) -> tuple[list[Any], Any]:
@@ -202,7 +200,6 @@ class SlicedBucket:
 
             specs = [self._spec] * num
             run = self._shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
-            # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
         stored = [self._offloaded[var] for var in self._vars(self._back)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buckets of `PinnedHost`: how many leaves are on the devices together, and in how many slices."""
+"""The buckets of `PinnedHost`: how many leaves are on the devices at a time, and in how many slices."""
 
 from __future__ import annotations
 
@@ -25,17 +25,9 @@ def device_buckets(
     leaves: Sequence[LeafPlan], frame: Frame, update: OptimizerProgram, interface: ProgramInterface,
     device_bytes: int,
 ) -> tuple[UpdateBucket, ...]:  # fmt: skip
-    """Buckets of an optimizer program that the devices run, of as many subgraphs as there is room for.
+    """Buckets of an optimizer program that the devices run, each of as many subgraphs as there is room for.
 
-    Args:
-      leaves: of the state.
-      frame: the root frame of the step.
-      update: its optimizer program.
-      interface: the layouts of values between its programs.
-      device_bytes: the most bytes of offloaded leaves on each device at any time.
-
-    Raises:
-      OptionError: leaves that are fetched together are larger than `device_bytes`.
+    Raises an `OptionError` if leaves that must be fetched together exceed `device_bytes`.
     """
     sizes = [leaf.nbytes_per_device for leaf in leaves]
     most = device_bytes // BUCKETS_AT_ONCE
@@ -45,7 +37,7 @@ def device_buckets(
         nbytes = _subgraphs.nbytes_of(pack, sizes)
         paths = tuple(leaves[i].path for i in _subgraphs.leaves_of(pack))
         num, at_once, why = 1, nbytes, ""
-        # One subgraph, of which two buckets would not be on the devices together.
+        # One subgraph that is too large for the bucket size.
         if nbytes > most:
             why = obstacle_of(frame, leaves, update, interface, pack[0])
             if not why:
@@ -74,16 +66,16 @@ def obstacle_of(
     interface: ProgramInterface,
     subgraph: Subgraph,
 ) -> str:
-    """Why no part of a subgraph's leaves can be updated by itself, at any time; '' if each can."""
+    """Why a subgraph's leaves cannot be updated part by part, each at any time; '' if they can."""
     if found := _not_alone(frame, leaves, subgraph):
         return found
     if layout_of(frame, leaves, interface, subgraph) is None:
         return "they are not all stored alike"
     invars = frame.jaxpr.invars
     own = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} & set(invars[: len(leaves)])
-    own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
+    own = {var for var in own if var.aval.shape}  # All may read a scalar, as a loss scale.
     others = [other for other in update.subgraphs if other is not subgraph]
-    if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
+    if any(own & set(other.reads) for other in others):  # They need the old leaf.
         return "other updates read them, too"
     return ""
 
@@ -91,7 +83,7 @@ def obstacle_of(
 def part_obstacle(
     frame: Frame, leaves: Sequence[LeafPlan], interface: ProgramInterface, subgraph: Subgraph
 ) -> str:
-    """Why a device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
+    """Why one device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
     if found := _not_alone(frame, leaves, subgraph):
         return found
     invars = frame.jaxpr.invars
@@ -112,7 +104,7 @@ def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], subgraph: Subgraph) -> 
 def layout_of(
     frame: Frame, leaves: Sequence[LeafPlan], interface: ProgramInterface, subgraph: Subgraph
 ) -> StoredLayout | None:
-    """The layout of a subgraph's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
+    """The one layout of a subgraph's offloaded leaves and gradients; None if they differ."""
     own = [leaves[i] for i in subgraph.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])
     gradients = [interface.of(v) for v in subgraph.reads if v.aval.shape and v not in state]

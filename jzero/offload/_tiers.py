@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are stored where, as `memory=` has it, and the cut of the step that follows."""
+"""Which leaves are stored where, as `memory=` says, and the cut of the step that follows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ WHO = _call.WHO
 def offloaded(
     backend: Backend, leaves: Leaves, frame: Frame, stage_axes: StageAxes
 ) -> tuple[Leaves, OptimizerProgram]:
-    """The leaves with optimizer state and parameters in their tiers, and the optimizer program.
+    """The leaves with optimizer state and parameters in their memory kinds, and the optimizer program.
 
-    Raises:
-      OptionError: there is none that is worth it.
+    Raises an `OptionError` if no leaf is large enough to be offloaded.
     """
     if not backend.offloads:
         return leaves, OptimizerProgram((), ())
@@ -63,21 +62,21 @@ def offloaded(
 
 
 def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-    """The leaves with those parameters in their tier that are stored in shards, and are worth it."""
+    """Offloads parameters that are sharded and large enough."""
     whole = [i for i, leaf in enumerate(leaves)
              if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
     return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)
 
 
 def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:
-    """Which leaves are optimizer state that is worth a place on the host, by index."""
+    """The indices of optimizer state that is large enough to be offloaded."""
     staying = _staying(leaves, frame)
     placed = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
     return [i for i, leaf in enumerate(placed) if leaf.tier != DEVICE]
 
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:
-    """Leaves that something reads which reads the batch, too."""
+    """The indices of leaves that are read together with the batch."""
     feeding = _subgraphs.feeds_forward_backward(frame)
     invars = frame.jaxpr.invars[: len(leaves)]
     return [i for i, var in enumerate(invars) if var in feeding]
@@ -104,8 +103,7 @@ def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> Non
 def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: int | None) -> float:
     """The share of optimizer state with which host and devices end together, measured.
 
-    Raises:
-      OptionError: this process does not have all devices of the mesh.
+    Raises an `OptionError` if this process does not have all devices of the mesh.
     """
     local = list(mesh.local_devices) if isinstance(mesh, Mesh) else []
     if len(local) != mesh.size:
@@ -127,10 +125,9 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
 
 
 def shared(leaves: Leaves, update: OptimizerProgram, ratio: float, measured: bool) -> Leaves:
-    """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there.
+    """Puts leaves back on the devices, so that a share of `ratio` of all bytes stays on the hosts.
 
-    Raises:
-      OptionError: it leaves all of them there, and was not `measured`.
+    Raises an `OptionError` if no group of leaves is that small, unless the ratio was measured.
     """
     if ratio == 1:
         return leaves
@@ -162,7 +159,7 @@ def shared(leaves: Leaves, update: OptimizerProgram, ratio: float, measured: boo
 
 
 def _connected(subgraphs: Sequence[Subgraph]) -> list[list[Subgraph]]:
-    """Subgraphs in groups between which nothing passes, and that have no leaf in common."""
+    """Groups of subgraphs that pass each other values, or share leaves."""
     given = {var for subgraph in subgraphs for var in subgraph.gives}
     return grouped(
         subgraphs,
@@ -171,7 +168,7 @@ def _connected(subgraphs: Sequence[Subgraph]) -> list[list[Subgraph]]:
 
 
 def buckets(leaves: Leaves, update: OptimizerProgram) -> tuple[UpdateBucket, ...]:
-    """What the hosts' processors run, and then what runs on the devices."""
+    """What the hosts' processors update, and then what the devices do."""
     there = {i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
     number = {id(subgraph): i for i, subgraph in enumerate(update.subgraphs)}
     hosted = [

@@ -21,12 +21,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 
 
 class TiledEngine(HostEngine):
-    """Updates the shards of this process's devices, tile by tile, all of them side by side.
-
-    Attributes:
-      update: compiled; says what is where in a tile.
-      tiles: all that are in files, as `run_tiles` visits them.
-    """
+    """Updates the shards of this process's devices, tile by tile, all of them side by side."""
 
     update: TiledUpdate
 
@@ -46,11 +41,10 @@ class TiledEngine(HostEngine):
     def prepare_early(
         self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        """As `prepare`, for tiles that need nothing but this, and what arrives.
+        """Like `prepare`, for tiles that need nothing but this and what arrives by itself.
 
-        Args:
-          known: of what the bucket reads, by index: is there, or comes soon.
-          numbers: what is assumed of others, for each of `devices`.
+        `known` are inputs of the bucket, by index, that exist or arrive soon; `numbers` are assumed values of
+        others, for each of `devices`.
         """
         reads = [known.get(i) for i in range(len(self._bucket.reads))]
         inputs = self._inputs(reads)
@@ -60,21 +54,16 @@ class TiledEngine(HostEngine):
         self.update.prepare((), inputs)
 
     def part(self, x: jax.Array) -> list[Any]:
-        """Of an array in pinned memory, each of `devices`' part."""
+        """The part of each of `devices` of an array in pinned memory."""
         return on_host([x.addressable_data(k) for k in self.at])
 
     def run_tiles(
         self, store: NVMeStore, arrived: Arrived = NOTHING, done: Collection[TileAt] = ()
     ) -> Iterator[dict[int, jax.Array]]:
-        """Reads, updates and writes tiles; yields what a chunk makes for the devices, on its way there.
+        """Reads, updates and writes tiles; yields what a chunk makes for the devices, in transfer.
 
-        Args:
-          store: has them.
-          arrived: what has come by itself.
-          done: tiles that are written already.
-
-        Raises:
-          StateError: the disk fails. What was written is of no use.
+        `arrived` has inputs that came by themselves; `done` are tiles that are written already. Raises a
+        `StateError` if the disk fails: what was written is then of no use.
         """
         update, left = self.update, self._left.copy()
         left.subtract(update.tiles[at.tile].chunk for at in done)

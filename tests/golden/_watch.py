@@ -15,7 +15,7 @@ import jax
 from jax.extend import backend
 
 from jzero.offload.execute import _stream
-from jzero.offload.execute._stream import Visit
+from jzero.offload.execute._stream import StreamSlot
 
 
 @dataclasses.dataclass
@@ -132,7 +132,7 @@ def _memory(x: Any) -> str:
 
 
 def _run(
-    stream: Callable[..., None], seen: Watched, visits: Iterable[Visit | None],
+    stream: Callable[..., None], seen: Watched, visits: Iterable[StreamSlot | None],
     device_bytes: int, under_way: int | None = None,
 ) -> None:  # fmt: skip
     """Runs a `stream`; equal lines, as of several steps, are one, and one without leaves is none."""
@@ -157,7 +157,7 @@ class _Window:
         self._waits = Counter[str]()
         self._num, self._most, self._most_bytes = 0, 0, 0
 
-    def watched(self, visits: Iterable[Visit | None]) -> Iterator[Visit | None]:
+    def watched(self, visits: Iterable[StreamSlot | None]) -> Iterator[StreamSlot | None]:
         for visit in visits:
             if visit is None or not visit.counts:
                 yield visit
@@ -167,14 +167,14 @@ class _Window:
                 update=functools.partial(self._update, visit),
             )
 
-    def _fetch(self, visit: Visit) -> Any:
+    def _fetch(self, visit: StreamSlot) -> Any:
         self._here.append(visit.nbytes)
         self._num += 1
         self._most = max(self._most, len(self._here))
         self._most_bytes = max(self._most_bytes, sum(self._here))
         return visit.fetch()
 
-    def _update(self, visit: Visit, arrays: Any) -> list[jax.Array]:
+    def _update(self, visit: StreamSlot, arrays: Any) -> list[jax.Array]:
         copies = visit.update(arrays)
         self._leaving[id(copies)] = visit.nbytes, copies
         return copies

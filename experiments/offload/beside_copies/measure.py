@@ -43,7 +43,7 @@ def modelled(name: str, layers: int) -> dict[str, float]:
 
 def apart() -> Any:
     """No iteration has room for what it would fetch for another one."""
-    return mock.patch.object(LayerSchedule, "_has_room_for_riders", return_value=False)
+    return mock.patch.object(LayerSchedule, "_fetches_within_programs", return_value=False)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams what is stored on the hosts through the devices, so many bytes at a time."""
+"""Streams offloaded leaves through the devices, within a memory budget."""
 
 from __future__ import annotations
 
@@ -11,78 +11,67 @@ import jax
 
 
 def free(x: jax.Array) -> None:
-    """Gives an array's memory back; in a trace of a step there is none."""
+    """Frees an array now; a tracer, in a trace of a step, has no memory."""
     if not isinstance(x, jax.core.Tracer):
         x.delete()
 
 
-class Visit(NamedTuple):
-    """A bucket of offloaded leaves on the devices.
+class StreamSlot(NamedTuple):
+    """What is on the devices at a time: some offloaded leaves, and the program that takes them."""
 
-    Attributes:
-      nbytes: of them, on each device.
-      fetch: starts their copies to the devices.
-      update: given these, starts their update and then the copies back to the host, which it returns; if
-        there are none, what is there when the update is over.
-      over: called when these are there; visits end in their order.
-      reads: what `fetch` needs of files.
-      counts: whether it counts among those under way: it runs more than a change of names.
-    """
-
-    nbytes: int
-    fetch: Callable[[], Any]
+    nbytes: int  # of the leaves, on each device
+    fetch: Callable[[], Any]  # starts their copies to the devices
+    # starts the program with what was fetched; returns what to wait for: the copies back to the host, if
+    # any
     update: Callable[[Any], list[jax.Array]]
-    over: Callable[[], None] = lambda: None
-    reads: Sequence[Any] = ()
-    counts: bool = True
+    over: Callable[[], None] = lambda: None  # called when these are there, in the order of slots
+    reads: Sequence[Any] = ()  # what `fetch` needs from files
+    counts: bool = True  # whether it counts in `under_way`: it runs more than a change of names
 
 
-def stream(visits: Iterable[Visit | None], device_bytes: int, under_way: int | None = None) -> None:
-    """Makes all visits, in order, with at most `device_bytes` of offloaded leaves on each device.
+def stream(
+    slots: Iterable[StreamSlot | None], device_bytes: int, under_way: int | None = None
+) -> None:
+    """Runs streaming slots in order, with at most `device_bytes` of fetched leaves on each device.
 
-    A visit's copies to the device start before the update of the visit before; nothing waits but for room,
-    and for the last copies to the host::
+    The copies of a slot start before the update of the slot before; nothing waits but for memory, and for the
+    last copies to the host::
 
         fetch 1, fetch 2, update 1, fetch 3 (when 1 is back on the host), update 2, ...
 
-    A visit of no bytes does not count as the one before. None stands where the visits that follow depend on
-    what updates make: all before it have started when the next one is asked for.
-
-    Args:
-      visits: to be made.
-      device_bytes: of the leaves that they fetch.
-      under_way: a visit fetches when all updates but so many are over, whatever room there is: with what is
-        not counted in bytes, so many visits and two more are on the device. None: as many as there is room.
+    A slot of no bytes does not count as the one before. None stands where later slots depend on the results
+    of updates: all before it have started when the next one is requested. With `under_way`, a slot is fetched
+    only when at most so many started updates are not over, which bounds what `nbytes` does not count.
     """
     held = 0
-    fetched: collections.deque[tuple[Visit, Any]] = collections.deque()
-    leaving: collections.deque[tuple[Visit, list[jax.Array]]] = collections.deque()
+    fetched: collections.deque[tuple[StreamSlot, Any]] = collections.deque()
+    leaving: collections.deque[tuple[StreamSlot, list[jax.Array]]] = collections.deque()
 
     def update_next() -> None:
-        visit, arrays = fetched.popleft()
-        leaving.append((visit, visit.update(arrays)))
+        slot, arrays = fetched.popleft()
+        leaving.append((slot, slot.update(arrays)))
 
     def end_next() -> int:
-        visit, copies = leaving.popleft()
+        slot, copies = leaving.popleft()
         jax.block_until_ready(copies)
-        visit.over()
-        return visit.nbytes
+        slot.over()
+        return slot.nbytes
 
     def is_full(nbytes: int) -> bool:
         waits = under_way is not None and sum(v.counts for v, _ in leaving) > under_way
         return waits or (held > 0 and held + nbytes > device_bytes)
 
-    for visit in visits:
-        if visit is None:
+    for slot in slots:
+        if slot is None:
             while fetched:
                 update_next()
             continue
-        while is_full(visit.nbytes):
+        while is_full(slot.nbytes):
             if not leaving:
                 update_next()
             held -= end_next()
-        fetched.append((visit, visit.fetch()))
-        held += visit.nbytes
+        fetched.append((slot, slot.fetch()))
+        held += slot.nbytes
         while fetched and (not fetched[0][0].nbytes or sum(v.nbytes > 0 for v, _ in fetched) > 1):
             update_next()
     while fetched:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a schedule: bytes over each link, memory of the hosts, what parts hand to each other."""
+"""What follows from a schedule: bytes on each link, memory of the hosts, live values between programs."""
 
 from __future__ import annotations
 
@@ -33,49 +33,36 @@ _UNDER_WAY = "gradients and parameters on their way"
 
 
 class Iterations(NamedTuple):
-    """A loop in which something crosses in each iteration.
+    """A loop with a transfer in each iteration."""
 
-    Attributes:
-      where: its line.
-      num: how many iterations it has in a step; None for a `while`, of which nobody knows.
-    """
-
-    where: str
-    num: int | None
+    where: str  # the user's line
+    num: int | None  # in a step, of all loops around; None for a `while`
 
 
 class Transfer(NamedTuple):
-    """What each device and its host copy to each other in a step.
+    """What each device and its host, or the host and its disk, copy in a step."""
 
-    Attributes:
-      direction: 'to host' or 'to device'; or between host and disk, 'to disk' or 'from disk'.
-      what: 'gradient', 'parameter', 'optimizer state', ...
-      dtype: of the elements.
-      elements: in each device's part, padding included; of a `while`, in each iteration.
-      nbytes: of these.
-      loop: the innermost loop in whose iterations they cross again; None if they cross once.
-      part: of the step in which they do: a pass, or the update.
-    """
-
-    direction: str
+    direction: str  # 'to host', 'to device', 'to disk' or 'from disk'
     what: str
     dtype: str
-    elements: int
+    elements: int  # of each device's part, padding included; of a `while`, in each iteration
     nbytes: int
-    loop: Iterations | None = None
-    part: str = ""
+    loop: Iterations | None = None  # the innermost loop in which it is repeated
+    part: str = ""  # of the step: a pass, or the update
 
     @property
     def each_iteration(self) -> bool:
-        """Whether these are of one iteration of a `while`."""
+        """Whether the numbers are of one iteration of a `while`."""
         return self.loop is not None and self.loop.num is None
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """What each device copies to its host and back, and the host to files and from them."""
     found, waits, in_files, updates = list[Transfer](), list[Wait](), set[Value](), False
     for op, around in flat(schedule.ops):
-        updates = updates or _begins_update(op)
+        moved = [value_of(ref).what for ref in op.refs] if isinstance(op, Fetch | Send) else []
+        # From the first copy for the devices' update on, no pass reads what is moved.
+        begins = "optimizer state" in moved or (isinstance(op, Fetch) and "gradient" in moved)
+        updates = updates or begins
         part = UPDATE if updates else _pass_of(op, around)
         match op:
             case Fetch(refs, store):
@@ -86,12 +73,9 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
                 found += _transfers(refs, directions, around, part)
                 in_files |= {*map(value_of, refs)} if store == NVME else set()
             case Update(store, leaves, takes):
-                moved = [*map(value_of, leaves)] if store == NVME else []
-                found += (
-                    _transfer(direction, x, part)
-                    for direction in (FROM_DISK, TO_DISK)
-                    for x in moved
-                )
+                if store == NVME:
+                    for direction in DISK_WAYS:
+                        found += _transfers([*map(value_of, leaves)], (direction,), (), part)
                 waited = [value_of(ref) for ref in takes if value_of(ref) in in_files]
                 found += (_transfer(FROM_DISK, x, part) for x in waited)
                 updates = updates or not around
@@ -102,18 +86,11 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _begins_update(op: Op) -> bool:
-    """Whether devices update from here on: what they fetch for it, no pass reads."""
-    refs = op.refs if isinstance(op, Fetch | Send) else ()
-    updated = {"gradient", "optimizer state"} if isinstance(op, Fetch) else {"optimizer state"}
-    return any(value_of(ref).what in updated for ref in refs)
-
-
 def _pass_of(op: Op, around: Sequence[Loop]) -> str:
-    """In which part of a step it moves something, if devices do not update yet.
+    """The part of a step in which an operation before the update moves something.
 
-    Derivatives of a loop run the other way. What is sent after all loops, a program has made that is over
-    then: nothing hides it.
+    Loops of derivatives run in reverse. A program made what is sent after all loops, and has ended: nothing
+    hides that copy.
     """
     if around:
         return BACKWARD if any(loop.reverse for loop in around) else FORWARD
@@ -123,7 +100,7 @@ def _pass_of(op: Op, around: Sequence[Loop]) -> str:
 def _transfers(
     refs: Sequence[Ref], directions: Sequence[str], around: Sequence[Loop], part: str
 ) -> Iterator[Transfer]:
-    """Those of some values: of a slice of each iteration, all of the stack."""
+    """A slice of each iteration counts as the whole stack, outside the innermost loop."""
     for ref in refs:
         loop = _iterations(around[:-1] if isinstance(ref, Slice) else around)
         yield from (_transfer(direction, value_of(ref), part, loop) for direction in directions)
@@ -139,7 +116,6 @@ def _transfer(
 
 
 def _iterations(around: Sequence[Loop]) -> Iterations | None:
-    """The iterations of the last of these loops, each around the next."""
     if not around:
         return None
     nums = [loop.length for loop in around]
@@ -148,24 +124,16 @@ def _iterations(around: Sequence[Loop]) -> Iterations | None:
 
 
 class Held(NamedTuple):
-    """What passes through pinned memory of each device's host in a step, and is there until its end.
-
-    Attributes:
-      what: it is.
-      does: 'incoming' from the devices, 'outgoing' to them, 'delayed' to the next step, or 'waiting' there
-        for the backward pass.
-      nbytes: of all of it.
-      copies: how many times it is there.
-    """
+    """A value in pinned memory of each device's host, from its copy until the end of the step."""
 
     what: str
+    # 'incoming', 'outgoing', 'delayed' to the next step, or 'waiting' for the backward pass
     does: str
-    nbytes: int
+    nbytes: int  # of all copies
     copies: int = 1
 
 
 def held(schedule: Schedule) -> Iterator[Held]:
-    """All of it, without the stored state."""
     for op, _ in flat(schedule.ops):
         match op:
             case Send(refs, store, copies=copies, waits=waits) if store == PINNED and copies:
@@ -180,7 +148,7 @@ def held(schedule: Schedule) -> Iterator[Held]:
 
 
 def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
-    """What it takes of the memory of each device's host while it runs, besides the stored state."""
+    """Memory of each device's host that a step takes, besides the stored state."""
     waiting = under_way = 0
     for each in held(schedule):
         waiting += each.nbytes * (each.does == "waiting")
@@ -201,9 +169,9 @@ def updated_bytes(schedule: Schedule) -> dict[str, int]:
 
 
 def handed_bytes(schedule: Schedule) -> int:
-    """The most bytes on each device of what parts of a step hand to later parts; 0 if it is one part.
+    """The most bytes on each device that live between the programs of a step; 0 for one program.
 
-    What a loop leaves behind counts from its beginning to the end of its last reader.
+    What a loop leaves counts from the loop's beginning to the end of its last reader.
     """
     parts = [op for op in schedule.ops if isinstance(op, (Run, Loop))]
     last = {value: i for i, part in enumerate(parts) for value in part.takes}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When nobody needs a value any more: computed from the list, and written by nobody."""
+"""Last uses of values, computed from the list of operations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jzero.offload.schedule._ops import (
     Slice,
     Update,
     Value,
-    with_riders,
+    with_transfers,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """All slices of a stack, as they are known around the loop whose iterations they are of."""
+    """All slices of a stack, as they are known outside the loop that makes or reads them."""
 
     of: Value
 
@@ -33,31 +33,18 @@ Name = Ref | Stack
 
 @dataclasses.dataclass
 class Live:
-    """What is still needed, at one point of the list.
+    """What is still read later, at one point of the list."""
 
-    Attributes:
-      here: of what is on the devices.
-      there: of what is in a store.
-    """
-
-    here: set[Name]
-    there: set[Name]
-
-    def copy(self) -> Live:
-        return Live({*self.here}, {*self.there})
+    here: set[Name]  # on the devices
+    there: set[Name]  # in stores
 
 
 @dataclasses.dataclass(frozen=True)
 class Dead:
-    """What nobody needs after an operation.
+    """What nothing reads after an operation."""
 
-    Attributes:
-      here: on the devices.
-      there: in a store.
-    """
-
-    here: tuple[Ref, ...] = ()
-    there: tuple[Ref, ...] = ()
+    here: tuple[Ref, ...] = ()  # on the devices
+    there: tuple[Ref, ...] = ()  # in stores
 
 
 NOTHING = Dead()
@@ -66,11 +53,11 @@ NOTHING = Dead()
 def dead_after(
     ops: Sequence[Op], here: Collection[Value], there: Collection[Value]
 ) -> dict[int, Dead]:
-    """What nobody reads after each operation, by its identity; those within loops included.
+    """What nothing reads any more after each operation, by the operation's identity, within loops too.
 
-    A value is needed until the last operation that reads it, and again from one that makes it anew: of what
-    is fetched twice, the first copy is dropped after its last reader. What is read of the devices (`here`)
-    and of the stores (`there`) after the operations does not die.
+    A value lives until its last reader, or until an operation makes it anew: of what is fetched twice, the
+    first copy is dropped after its last reader. `here` (on devices) and `there` (in stores) are read at the
+    end.
     """
     found: dict[int, Dead] = {}
     _walk(ops, Live({*here}, {*there}), found)
@@ -78,14 +65,14 @@ def dead_after(
 
 
 def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
-    """Goes back from what is needed behind the operations to what is needed before them."""
-    for op in reversed([*with_riders(ops)]):
+    """Goes backward over the operations, from what is live after them to what is live before them."""
+    for op in reversed([*with_transfers(ops)]):
         if isinstance(op, Loop):
             _walk_loop(op, live, found)
             continue
         reads, makes = _here(op)
         reads_there, makes_there = _there(op)
-        # What goes into files from the devices is there until it has been written.
+        # What goes into files from the devices stays until it is written.
         stays = isinstance(op, Send) and not op.places and not op.by
         found[id(op)] = Dead(
             () if stays else tuple(_unneeded([*reads, *makes], live.here)),
@@ -99,20 +86,20 @@ def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
 
 def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
     asked = {*loop.goes_on.takes} if loop.goes_on else set[Ref]()
-    behind = live.copy()
+    behind_here, behind_there = {*live.here}, {*live.there}
     _walk(loop.last, live, found)
     live.here, live.there = _before(live.here), _before(live.there)
     live.here |= asked
-    begins = live.copy()
-    for _ in range(2):  # What an iteration reads of the one before is needed at its end.
+    begins = Live({*live.here}, {*live.there})
+    for _ in range(2):  # An iteration's end needs what the next iteration reads of it.
         ends = Live(live.here | _before(begins.here), live.there | _before(begins.there))
         _walk(loop.body, ends, found)
         ends.here |= asked
         begins = ends
-    # What iterations have handed on, or read over and over.
+    # What iterations pass to each other, or all of them read.
     found[id(loop)] = Dead(
-        tuple(x for x in _before(begins.here) - behind.here if isinstance(x, Value)),
-        tuple(x for x in _before(begins.there) - behind.there if isinstance(x, Value)),
+        tuple(x for x in _before(begins.here) - behind_here if isinstance(x, Value)),
+        tuple(x for x in _before(begins.there) - behind_there if isinstance(x, Value)),
     )
     first = Live(_before(begins.here), _before(begins.there))
     _walk(loop.first, first, found)
@@ -120,7 +107,7 @@ def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
 
 
 def _before(names: Iterable[Name]) -> set[Name]:
-    """What an iteration needs, as the one before it knows it."""
+    """Names as the iteration before knows them."""
     found = set[Name]()
     for name in names:
         found.add(Slice(name.of, name.ahead + 1) if isinstance(name, Slice) else name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same schedule of other values: what moves when, without the programs that would do it."""
+"""A schedule of other values, without its programs: what an estimate scales."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Map = Callable[[Value], Value | None]
 
 
 def mapped(ops: Sequence[Op], to: Map) -> tuple[Op, ...]:
-    """The operations on `to` of each value; what has none is left out, and so are operations of nothing."""
+    """The operations on `to(value)`; values without one, and operations on no value, are left out."""
     return tuple(_mapped(ops, to))
 
 
@@ -41,15 +41,14 @@ def _mapped(ops: Sequence[Op], to: Map) -> Iterator[Op]:
             case Wait(value):
                 if (new := to(value)) is not None:
                     yield dataclasses.replace(op, value=new)
-            case Update(store, leaves, takes, gives, copies, delayed, rides=rides):
+            case Update(store, leaves, takes, gives, copies, delayed, transfers=inside):
                 made = tuple(map(value_of, _refs(gives, to)))
-                back = tuple(x for x in _mapped(rides, to) if isinstance(x, Fetch))
-                yield Update(
-                    store, _refs(leaves, to), _refs(takes, to), made, copies, delayed, rides=back
-                )
-            case Run(program, index=index, rides=rides):
-                riding = tuple(x for x in _mapped(rides, to) if isinstance(x, Fetch | Send))
-                yield Run(program, index=index, rides=riding)
+                back = tuple(x for x in _mapped(inside, to) if isinstance(x, Fetch))
+                taken = _refs(leaves, to), _refs(takes, to)
+                yield Update(store, *taken, made, copies, delayed, transfers=back)
+            case Run(program, transfers=inside):
+                copied = tuple(x for x in _mapped(inside, to) if isinstance(x, Fetch | Send))
+                yield Run(program, transfers=copied)
             case Loop(body, length, where, reverse=reverse):
                 yield Loop(mapped(body, to), length, where, reverse=reverse)
             case Commit():

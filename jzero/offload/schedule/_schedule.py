@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Schedule`: what a step does, in order; and its table, a line for operations of one kind side by side."""
+"""`Schedule`: the operations of a step, in order, and the table that `print` shows."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ from jzero.offload.schedule._ops import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """What a step does, in order; `print` it.
-
-    Attributes:
-      ops: the operations.
-      buffers: memory of each device's host through which values pass, whatever is under way.
-    """
+    """What a step does, in order; `print` it."""
 
     ops: tuple[Op, ...]
-    buffers: tuple[HostNeed, ...] = ()
+    buffers: tuple[HostNeed, ...] = ()  # on each device's host, for data in transfer
 
     def __str__(self) -> str:
-        lines = [HEADER, *map(_cells, rows(self.ops))]
+        lines = [HEADER]
+        for row in rows(self.ops):
+            size = "" if row.nbytes is None else readable_bytes(row.nbytes)
+            lines.append(("  " * row.depth + row.op, row.what, size, row.link))
         first, what, nbytes = (max(len(line[i]) for line in lines) for i in range(3))
         return "\n".join(
             f"{op:<{first}}  {what_:<{what}}  {size:>{nbytes}}  {link}".rstrip()
@@ -51,37 +49,20 @@ class Schedule:
 
 
 class Row(NamedTuple):
-    """A line.
-
-    Attributes:
-      op: what is done.
-      what: with what.
-      nbytes: that move, on each device; in a loop, in each iteration. None if nothing does.
-      link: from where to where.
-      depth: how many loops are around it.
-    """
+    """A line of the table."""
 
     op: str
     what: str
-    nbytes: int | None = None
+    nbytes: int | None = None  # that move on each device in an iteration; None if nothing does
     link: str = ""
-    depth: int = 0
+    depth: int = 0  # how many loops are around it
 
 
 HEADER = ("operation", "what", "each device", "link")
 
 
-def _cells(row: Row) -> tuple[str, str, str, str]:
-    return (
-        "  " * row.depth + row.op,
-        row.what,
-        "" if row.nbytes is None else readable_bytes(row.nbytes),
-        row.link,
-    )
-
-
 def rows(ops: Sequence[Op], depth: int = 0, iterations: int = 1) -> Iterator[Row]:
-    """The lines of operations, of which loops around them run so many times."""
+    """The lines of operations, inside loops of `iterations` in all."""
     shown = [op for op in ops if not (isinstance(op, Run) and not op.program)]
     for name, group in itertools.groupby(shown, lambda op: _kind(op)[0]):
         kinds: dict[tuple[str, str, str], list[Op]] = {}
@@ -94,7 +75,7 @@ def rows(ops: Sequence[Op], depth: int = 0, iterations: int = 1) -> Iterator[Row
 
 
 def _each(op: Op) -> Iterator[Op]:
-    """What moves several values, as so many operations."""
+    """An operation on several values as one for each."""
     if isinstance(op, Fetch | Send):
         yield from (dataclasses.replace(op, refs=(ref,)) for ref in op.refs)
     else:
@@ -102,21 +83,20 @@ def _each(op: Op) -> Iterator[Op]:
 
 
 def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) -> Iterator[Row]:
-    moved, riding = list[Ref](), list[Fetch]()
+    moved, inside = list[Ref](), list[Fetch]()
     for op in ops:
         match op:
             case Loop(body, length, where):
                 what = "a while loop" if length is None else f"{length} iterations"
                 yield Row(name, f"{what} at {where}" if where else what)
                 yield from rows(body, depth + 1, length or 1)
-            case Run(program, rides=rides):
+            case Run(program, transfers=transfers):
                 yield Row(name, program)
-                # Below the program whose part it is.
-                yield from rows(rides, depth + 1, iterations)
+                yield from rows(transfers, depth + 1, iterations)
             case Commit():
                 yield Row(name, "what was written")
-            case Update(leaves=refs, rides=rides):
-                moved, riding = [*moved, *refs], [*riding, *rides]
+            case Update(leaves=refs, transfers=transfers):
+                moved, inside = [*moved, *refs], [*inside, *transfers]
             case Fetch(refs=refs) | Send(refs=refs):
                 moved += refs
             case Wait(value):
@@ -127,11 +107,11 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) 
         )
         slices = ", a slice of each" * any(isinstance(ref, Slice) for ref in moved)
         yield Row(name, _values([*map(value_of, moved)]) + slices, nbytes, link)
-    yield from rows(riding, depth + 1, iterations)
+    yield from rows(inside, depth + 1, iterations)
 
 
 def _kind(op: Op) -> tuple[str, str, str]:
-    """Its name, what tells neighbours of one name apart, and between which memories it moves something."""
+    """The name of an operation, what separates it from its neighbours of that name, and its link."""
     match op:
         case Fetch(refs, store):
             return "fetch", _kind_of(refs), f"{store} -> {DEVICE}"

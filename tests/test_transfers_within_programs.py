@@ -40,8 +40,10 @@ class Layers:
         taken = [Slice(self.w, self.ahead - 1)]
         taken += [Slice(self.w)] if kept and ahead == 2 else []
         gives = (self.carry, *([Slice(self.g)] if stores else []))
-        rides = (self.fetch(ahead), *([self.send()] if stores else []))
-        self.iteration = Run("iteration", (self.carry, *taken), gives, self._iteration, rides=rides)
+        transfers = (self.fetch(ahead), *([self.send()] if stores else []))
+        self.iteration = Run(
+            "iteration", (self.carry, *taken), gives, self._iteration, transfers=transfers
+        )
         self.first = tuple(self.fetch(i + 1) for i in range(ahead))
         last = (self.send(),) if stores else ()
         self.loop = Loop(
@@ -69,7 +71,7 @@ class Layers:
         return stack
 
     def _iteration(self, arrays, place):
-        step, num = -1 if self.reverse else 1, len(self.iteration.rides)
+        step, num = -1 if self.reverse else 1, len(self.iteration.transfers)
         own, (hosted, slices, renewed) = (
             arrays[: -2 * num + 1],
             [*arrays[-2 * num + 1 :], [], []][:3],
@@ -120,9 +122,9 @@ def test_what_is_fetched_within_a_program_is_gone_with_its_last_reader():
     assert not run.there
     dead = dead_after((layers.loop,), (layers.carry,), ())
     assert dead[id(layers.iteration)].here == (Slice(layers.w),)
-    assert dead[id(layers.iteration.rides[0])].here == ()
+    assert dead[id(layers.iteration.transfers[0])].here == ()
     # Iteration after iteration reads the stack.
-    assert dead[id(layers.iteration.rides[0])].there == ()
+    assert dead[id(layers.iteration.transfers[0])].there == ()
     assert dead[id(layers.loop)].there == (layers.w,)
 
 
@@ -187,7 +189,7 @@ def riding(train_step, state):
     schedule = train_step.describe(state, params.batch(0)).schedule
     runs = [op for op, _ in flat(schedule.ops) if isinstance(op, Run) and op.program == ITERATION]
     return [
-        [ref.ahead for op in run.rides for ref in op.refs[:1] if isinstance(ref, Slice)]
+        [ref.ahead for op in run.transfers for ref in op.refs[:1] if isinstance(ref, Slice)]
         for run in runs
     ]
 
