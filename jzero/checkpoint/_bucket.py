@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A directory in a bucket (`s3://`, `gs://`): objects are read, written and removed whole, by tensorstore.
 
-An object exists as a whole or not at all, and a write may be conditional: nothing else is relied on.
+An object exists as a whole or not at all, and a write may be conditional: the code relies on nothing else.
 tensorstore retries requests.
 """
 
@@ -23,13 +23,13 @@ from jzero._errors import CheckpointError, OptionError, message
 
 _URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+(.*))?", re.DOTALL)
 _DRIVERS = {"s3": "s3", "gs": "gcs"}
-# Of a request that failed: half a minute in all, where tensorstore's own is a quarter of an hour.
+# Retries of half a minute in all, where tensorstore's default is a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
-# Seconds, since tensorstore tries again what a silent server does not answer: seven times, a minute each.
+# Seconds: tensorstore tries a silent server seven times, a minute each.
 _PATIENCE = 100.0
 _IN_FLIGHT = 2**27  # bytes that are being uploaded or downloaded at a time
 _TRIES = 3  # to replace an object
-_FEW = _IN_FLIGHT // 16  # of an object that is small, as far as is known
+_FEW = _IN_FLIGHT // 16  # bytes that are assumed of a small object
 
 
 class Object(NamedTuple):
@@ -53,10 +53,9 @@ class Bucket:
 
     @classmethod
     def of(cls, who: str, path: Any) -> Bucket | None:
-        """The directory that a URL names; None for what is a path in a file system.
+        """The directory that a URL names; None for a path in a file system.
 
-        Raises:
-          OptionError: it is a URL, of no bucket.
+        Raises an `OptionError` for another URL.
         """
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
         if not isinstance(text, str) or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:/", text):
@@ -93,11 +92,7 @@ class Bucket:
         return None if found.state != "value" else Object(found.value, found.stamp.generation)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Some bytes of an object that is there.
-
-        Raises:
-          CheckpointError: it is not, or has fewer.
-        """
+        """Some bytes of an object; raises a `CheckpointError` if it does not have them."""
         found = self._wait(name, "read", self._open.read(name, byte_range=slice(start, stop)))
         if found.state != "value":
             raise _failed(str(self / name), "read", "there is no such object")
@@ -106,10 +101,10 @@ class Bucket:
         return bytes(found.value)
 
     def write(self, name: str, data: bytes) -> bytes:
-        """Writes an object, whatever was there; its version.
+        """Writes an object, whatever was there; returns its version.
 
-        Raises:
-          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
+        Raises a `CheckpointError` if it was not written: tensorstore accepts a 412, even to an unconditional
+        write.
         """
         version = bytes(self._wait(name, "written", self._open.write(name, data)).generation)
         if not version:
@@ -118,16 +113,15 @@ class Bucket:
         return version
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
-        """Writes an object if it still has this version, or is not there (None); its new version.
+        """Writes an object if it still has this version, or does not exist (None); returns its new version.
 
-        Raises:
-          Lost: it has not, or is.
+        Raises `Lost` if that does not hold.
         """
         wanted = _absent() if version is None else version
         done = self._wait(name, "written", self._open.write(name, data, if_equal=wanted))
         if done.generation:
             return bytes(done.generation)
-        # A request that was tried again meets what it wrote itself, when only its answer was lost.
+        # A retried request meets what it wrote itself, if only its answer was lost.
         there = self.read(name)
         if there is None and version is None:  # S3 answers 404, which tensorstore takes for a 412.
             raise _failed(str(self / name), "written", "there is no such bucket")
@@ -139,13 +133,13 @@ class Bucket:
         self._wait(name, "removed", self._open.write(name, None, if_equal=version))
 
     def names(self, below: str = "") -> list[str]:
-        """All objects whose names begin so, in order; without that beginning."""
+        """All objects whose names begin with `below`, in order; without that beginning."""
         store = self._open / below if below else self._open
         found = self._wait(below, "listed", store.list())
         return sorted(name.decode() for name in found)
 
     def remove(self, names: Iterable[str], check: Callable[[], None] = lambda: None) -> None:
-        """Removes objects, those that are there; `check` is called before each."""
+        """Removes those of these objects that exist; `check` is called before each."""
 
         def begin(name: str) -> Any:
             check()
@@ -157,9 +151,9 @@ class Bucket:
     def upload(
         self, files: Mapping[str, Path], owns: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """Writes files as objects, by their names; at most `_IN_FLIGHT` bytes, or one file, in memory.
+        """Writes files as objects, by name; at most `_IN_FLIGHT` bytes, or one file, are in memory.
 
-        `check` is called before each; `owns` before an object is replaced, after the look at it. It raises
+        `check` is called before each; `owns` before an object is replaced, after it was read. It raises
         `Lost` if others write here.
         """
 
@@ -173,17 +167,13 @@ class Bucket:
                 self._replace(name, files[name].read_bytes(), owns)
 
     def _replace(self, name: str, data: bytes, owns: Callable[[], None]) -> None:
-        """Replaces what a dead process has left, and nothing that came after `owns`.
-
-        Raises:
-          Lost: others write here.
-        """
+        """Replaces what a dead process has left, and nothing that came after `owns`; else raises `Lost`."""
         for _ in range(_TRIES):
             there = self.read(name)
             if there is not None and there.data == data:  # see `write_if`
                 return
             owns()
-            with contextlib.suppress(Lost):  # The last request of one that is about to find out.
+            with contextlib.suppress(Lost):  # to a last request of one that lost its lock
                 self.write_if(name, data, there and there.version)
                 return
         raise Lost(f"{self / name}")
@@ -204,14 +194,14 @@ class Bucket:
         return [name for name, future in looks if not is_whole(name, future)]
 
     def objects(self, names: Iterable[str]) -> Iterator[tuple[str, Object]]:
-        """Small objects, those that are there."""
+        """Those of some small objects that exist."""
         for name, future in _in_turn(((_FEW, x) for x in names), self._open.read):
             found = self._wait(name, "read", future)
             if found.state == "value":
                 yield name, Object(found.value, found.stamp.generation)
 
     def download(self, names: Iterable[str], folder: Path) -> None:
-        """Writes objects as files below a folder; those that are no longer there are left out."""
+        """Writes objects as files below a folder; leaves out those that no longer exist."""
         for name, found in self.objects(names):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(found.data)
@@ -221,11 +211,7 @@ class Bucket:
         return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
 
     def _wait(self, name: str, done: str, future: Any) -> Any:
-        """What a request brings.
-
-        Raises:
-          CheckpointError: it failed, and so did those that tried it again.
-        """
+        """The result of a request; raises a `CheckpointError` if it and its retries failed."""
         try:
             return future.result(timeout=_PATIENCE)
         except Exception as error:
@@ -237,7 +223,7 @@ class Bucket:
 def _in_turn(
     items: Iterable[tuple[int, str]], start: Callable[[str], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Starts a request for each item of so many bytes; at most `_IN_FLIGHT`, or one, are under way."""
+    """Starts a request for each item of so many bytes; at most `_IN_FLIGHT`, or one, run at a time."""
     running: deque[tuple[int, str, Any]] = deque()
     for nbytes, name in items:
         while running and sum(each[0] for each in running) + nbytes > _IN_FLIGHT:
@@ -249,7 +235,7 @@ def _in_turn(
 
 @functools.cache
 def _absent() -> bytes:
-    """What tensorstore calls the version of what is not there."""
+    """Tensorstore's version of what does not exist."""
     store = tensorstore.KvStore.open("memory://").result()
     return bytes(store.read("nothing").result().stamp.generation)
 

@@ -49,12 +49,9 @@ _MANIFEST = "manifest.ocdbt"
 
 
 def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
-    """The directory of steps that a path or URL names; `who` is whom messages name.
+    """The directory of steps that a path or URL names; raises an `OptionError` if it names none.
 
     What goes to a bucket is written to `staging` first, by default in the system's temporary directory.
-
-    Raises:
-      OptionError: it names none.
     """
     bucket = Bucket.of(who, path)
     if bucket is None:
@@ -98,7 +95,7 @@ class BucketSteps(Steps):
         return _mirror.copy(self.where / str(step), self._sealed(step))
 
     def begin(self, who: str, step: int) -> None:
-        """Nothing: training waits for no request. `claim` finds who else writes, and the next call tells."""
+        """Does nothing, so that training waits for no request; `claim` finds other writers."""
 
     def folder(self, who: str, step: int, nbytes: int) -> Path:
         if not self._staging.path.is_dir():  # Somebody has tidied up.
@@ -114,7 +111,7 @@ class BucketSteps(Steps):
         return self._folder(step)
 
     def claim(self, who: str, step: int) -> str:
-        """Claims a step where its manifest is to be, so that no other process can commit it."""
+        """Claims a step where its manifest will be, so that no other process can commit it."""
         if self.lock.ensure(who):  # Others may have written since what is remembered.
             self._forget()
         if self._is_unknown:
@@ -143,9 +140,9 @@ class BucketSteps(Steps):
         return {} if jax.process_count() == 1 else self._upload(who, step, owner)
 
     def base(self, step: int) -> dict[str, Any]:
-        """One process puts its part together before it is uploaded, several of them in the bucket.
+        """One process merges its part before it is uploaded, several of them in the bucket.
 
-        But what names the parts is uploaded like all that has no random name.
+        What names the parts is uploaded like all that has no random name.
         """
         if jax.process_count() == 1:
             return super().base(step)
@@ -167,7 +164,7 @@ class BucketSteps(Steps):
             self._tidy(who, step, files)
 
     def _tidy(self, who: str, step: int, files: Mapping[str, File]) -> None:
-        """Removes what belongs to no step, and what nobody writes again now that this one is committed."""
+        """Removes what belongs to no step, and what cannot be written again once this one is committed."""
         if step in self._uncleared:
             self._uncleared.discard(step)
             there = self.where / str(step)
@@ -177,7 +174,7 @@ class BucketSteps(Steps):
                 self.remove(who, older)
 
     def discard(self, step: int) -> None:
-        """Removes a step that this process has begun; what is left is removed when the next one begins."""
+        """Removes a step that this process has begun; the rest of it goes when the next one begins."""
         shutil.rmtree(self._folder(step), ignore_errors=True)
         if step in self._claims:  # Else somebody else may have saved it.
             self._uncleared.add(step)
@@ -185,9 +182,9 @@ class BucketSteps(Steps):
                 self.remove("Checkpointer.save", step)
 
     def remove(self, who: str, step: int) -> None:
-        """First its seal, or what would let another process seal it.
+        """Removes a step: first its seal, or what would let another process seal it.
 
-        Of one that may be written again there stays what has no random name, in a step that does not count.
+        Of one that may be written again, objects without a random name stay, in a step that does not count.
         """
         bucket = self.where / str(step)
         found = bucket.read(_seal.NAME)
@@ -212,7 +209,7 @@ class BucketSteps(Steps):
             self.__dict__.pop("_staging").close()
 
     def _upload(self, who: str, step: int, owner: str) -> dict[str, File]:
-        """Moves the files of this process into the bucket; what the manifest says of them."""
+        """Moves the files of this process into the bucket; returns what the manifest says of them."""
         folder = self._folder(step)
         files = _seal.files_in(folder)
         with self._not_lost(who, step):
@@ -225,7 +222,7 @@ class BucketSteps(Steps):
         return files
 
     def _put_together(self, step: int) -> dict[str, File]:
-        """What the manifest says of the files that were written in the bucket itself."""
+        """What the manifest says of files that were written in the bucket itself."""
         if jax.process_count() == 1:
             return {}
         bucket = self.where / str(step)
@@ -254,9 +251,9 @@ class BucketSteps(Steps):
         return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
-        """Those that the lock's object names; without it only a list of all objects tells.
+        """The names of steps in the lock's object; without it only a list of all objects tells.
 
-        Without those that this process has begun and could not end, as long as no other process writes.
+        Steps that this process has begun and could not end are left out while no other process writes.
         """
         steps, is_own = self.lock.noted()
         if steps is not None:

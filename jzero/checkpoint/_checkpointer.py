@@ -185,7 +185,10 @@ class Checkpointer:
             self.wait()
             place = self._agreed(step, state, data_iterator)
             with self._explained(f"step {step} could not be saved"):
-                self._saver.start(step, _as_container(state), place, self._notes(state))
+                # Orbax saves containers; an array alone gets a name.
+                is_leaf = jax.tree_util.all_leaves([state])
+                tree = {"state": state} if is_leaf else state
+                self._saver.start(step, tree, place, self._notes(state))
             self._restored, self._found = None, ...
             if not self._asynchronous:
                 self.wait()
@@ -331,7 +334,7 @@ class Checkpointer:
         }
 
     def _agreed(self, step: int, state: Any, data_iterator: Any) -> Any:
-        """Where the data iterator of this process stands, once all are about to save the same."""
+        """The state of the data iterator of this process, once all are about to save the same."""
         own, outcome, failure = None, "ready", None
         try:
             leaves = jax.tree.leaves(state)
@@ -352,7 +355,7 @@ class Checkpointer:
         return own
 
     def _alike(self, who: str, data_iterator: Any) -> contextlib.AbstractContextManager[None]:
-        """What all processes do with a data iterator, or none of them with none: if one fails, all do."""
+        """Agrees with all processes on having a data iterator; if one of them fails, all do."""
         mesh = self._train_step._programs.config.mesh
         return _agreement.alike(who, mesh, lambda: _given(data_iterator))
 
@@ -374,21 +377,21 @@ class Checkpointer:
             "directory."))  # fmt: skip
 
     def _latest(self) -> int | None:
-        """The step after which the next is saved: the same in all processes, while one may be written."""
+        """The step after which the next is saved: the same in all processes, even during a save."""
         if self._saver.step is not None:
             return self._saver.step
         # Every step of a training asks; `save` finds what is later.
         return self.latest_step() if self._found is ... else self._found
 
     def _raise_failure(self) -> None:
-        """Raises what went wrong in the background; several processes do when all know it: in `wait`."""
+        """Raises what failed in the background; several processes do it in `wait`, when all know it."""
         if jax.process_count() == 1:
             with self._explained("a step could not be written"):
                 self._saver.raise_failure()
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Errors of Orbax, tensorstore and the file system as ours, with the place."""
+        """Turns errors of Orbax, tensorstore and the file system into ours, with the place."""
         try:
             yield
         except (JzeroError, Warning):
@@ -398,11 +401,6 @@ class Checkpointer:
                 f"Checkpointer {self._directory}", f"{what}: {type(error).__name__}: {error}",
                 "Steps that were complete before still are.",
                 "Check the path, its permissions, and the space on its disk.")) from error  # fmt: skip
-
-
-def _as_container(state: Any) -> Any:
-    """Orbax saves containers; an array alone gets a name."""
-    return {"state": state} if jax.tree_util.all_leaves([state]) else state
 
 
 def _given(data_iterator: Any) -> dict[str, list[str]]:
@@ -432,7 +430,7 @@ def _step_number(who: str, step: Any) -> int:
 def _check_arguments(
     train_step: Any, max_to_keep: Any, save_interval_steps: Any, save_bytes: Any
 ) -> int:
-    """What `save_bytes` is in bytes."""
+    """Returns `save_bytes` in bytes."""
     found, nbytes = [], parse_bytes(save_bytes)
     if not isinstance(train_step, ShardedStep):
         found.append(f"train_step is {a_type(train_step)}, not what shard_train_step returns")

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 Box: TypeAlias = tuple[slice, ...]
 
-# A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
+# A reader decodes whole chunks, also for a small part of one; so other layouts waste little.
 MAX_BYTES = 16 * 2**20
 # Smaller ones cost more to find than to read.
 MIN_BYTES = 2**20
@@ -48,7 +48,7 @@ def cut(box: Box, chunks: Sequence[int], itemsize: int, limit: int) -> Iterator[
 
 
 def parts_of_chunks(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> list[Box]:
-    """Of a part of a leaf, what has not all of a chunk."""
+    """The boxes in a part of a leaf that are not whole chunks."""
 
     def has_all(side: slice, size: int, chunk: int) -> bool:
         return side.start % chunk == 0 and (side.stop % chunk == 0 or side.stop == size)
@@ -62,7 +62,7 @@ def parts_of_chunks(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> li
 def _aligned(
     shard: Sequence[int], sharded: Sequence[bool], itemsize: int
 ) -> Iterator[tuple[int, ...]]:
-    """Shapes of at most 16 MiB, cut along the first dims; where a dim is sharded, into equal parts."""
+    """Shapes of at most 16 MiB, cut along the first dims; sharded dims into equal parts."""
     if not shard:
         yield ()
         return
@@ -78,13 +78,8 @@ def _aligned(
 
 
 def _cut(size: int, most: int, must_divide: bool) -> int:
-    """The largest part of a dim that is no larger than `most`; equal ones, or all but the last."""
+    """The largest part of a dim of at most `most`; all are equal, or all but the last."""
     if must_divide:
-        return max(_divisors_up_to(size, most))
+        small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+        return max(n for n in (*small, *(size // n for n in small)) if n <= most)
     return math.ceil(size / math.ceil(size / most))
-
-
-def _divisors_up_to(size: int, most: int) -> Iterator[int]:
-    for n in range(1, math.isqrt(size) + 1):
-        if size % n == 0:
-            yield from (part for part in (n, size // n) if part <= most)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that outlive a power cut, and directories that are there wholly or not at all.
+"""Files that outlive a power cut, and directories that exist wholly or not at all.
 
 A file's bytes are on the disk after `fsync` of the file, its name after `fsync` of the directory it is in.
 """
@@ -24,7 +24,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def local(who: str, path: Any) -> Path:
-    """A path as a user gives it, made absolute; `~` is the user's home."""
+    """A path as a user gives it, made absolute; `~` is the home."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise OptionError(message(
@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """The same for all files and directories in a directory, and itself."""
+    """Syncs all files and directories in a directory, and itself."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(Path(folder, name))
@@ -86,7 +86,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and those that it is to be in, if they are not there, for good."""
+    """Makes a directory and those around it, if they do not exist, and syncs them."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def unfinished(final: Path) -> Path:
 
 
 def publish(final: Path) -> None:
-    """Gives what was written, and synced, in `unfinished(final)` its final name, for good."""
+    """Gives what was written, and synced, in `unfinished(final)` its final name, and syncs that."""
     os.rename(unfinished(final), final)
     sync(final.parent)
 
@@ -114,7 +114,7 @@ def remove(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes whatever is there, if something is; not what a link leads to."""
+    """Removes whatever is there; not what a link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where one of Grain's iterators stands in the data of all processes, and back.
+"""The position of one of Grain's iterators in the data of all processes, and back.
 
 A pipeline whose shards are every `count`-th example of one global order (`ds[index::count]`, or a
 `DataLoader` whose sampler is not sharded) has a global position: that before which all shards have returned
-everything. Whether it is such a pipeline is read from its datasets; what is not known here is refused by its
-class.
+everything. Its datasets tell whether it is such a pipeline; what is not known here is refused by its class.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-# They return as many elements as they take, in the same order, and have no state of their own.
+# These return as many elements as they take, in the same order, and have no state of their own.
 _ELEMENTWISE = {
     "_MapDatasetIterator", "_BatchDatasetIterator", "ThreadPrefetchDatasetIterator",
     "_DataLoaderStateDatasetIterator",
@@ -46,7 +45,7 @@ class DataShard:
     length: int  # how many times it counts one until the data end
 
     def place(self, state: Any) -> GrainPlace:
-        """Where it stands by a state of Grain's."""
+        """Where it stands by a state of Grain."""
         if isinstance(state, bytes):
             following = int(_loader(state)[_FIRST_WORKER]) + self.count
         elif isinstance(state, dict) and state.keys() == {"next_index"}:
@@ -72,7 +71,7 @@ class DataShard:
 
 
 def position(places: list[GrainPlace], data: str) -> int:
-    """Before which global index all shards have returned everything, and after it nothing."""
+    """The global index before which all shards have returned everything, and after it nothing."""
     count = places[0]["count"]
     check_sharded(count, places[0]["data"], len(places))
     for place in places:
@@ -91,7 +90,7 @@ def position(places: list[GrainPlace], data: str) -> int:
 
 
 def check_sharded(count: int, data: str, processes: int) -> None:
-    """Of several processes with all examples each, nobody knows whether these are the same."""
+    """Refuses several processes with all examples each, which need not be the same."""
     if count == 1 and processes > 1:
         raise Unknown(f"no slice [index::count] follows their {data.partition(' ')[0]}")
 
@@ -101,13 +100,13 @@ def is_grain(iterator: Any) -> bool:
 
 
 def shard(iterator: Any) -> DataShard:
-    """Which examples an iterator of Grain's returns."""
+    """Which examples an iterator of Grain returns."""
     try:
         loads = type(iterator).__name__ == "DataLoaderIterator"
         return _shard_of(_source(iterator._iterator if loads else iterator))
     except Unknown:
         raise
-    # Of a private name that is another now, or of the user's; no save fails by it.
+    # A renamed private attribute, or the user's error, must not fail a save.
     except Exception as error:
         raise Unknown(f"its pipeline is not known: {type(error).__name__}: {error}") from error
 
@@ -122,11 +121,15 @@ def _source(iterator: Any) -> Any:
 
 
 def _shard_of(dataset: Any) -> DataShard:
-    """Of an iterator over a `MapDataset`: what is above the slice by shards must not change their order."""
+    """For an iterator over a `MapDataset`: what follows the slice by shards must not change their order."""
     if type(dataset).__name__ == "_SamplerMapDataset":
         return _sampled(dataset)
     length, examples, repeats, data = len(dataset), 1, False, []
-    while not _is_interleaved(dataset):
+    while not (
+        type(dataset).__name__ == "SliceMapDataset"
+        and dataset._start < dataset._step
+        and dataset._stop == len(dataset._parent)
+    ):
         match type(dataset).__name__:
             case "BatchMapDataset":
                 if repeats and len(dataset._parent) % dataset._batch_size:
@@ -154,14 +157,8 @@ def _sampled(dataset: Any) -> DataShard:
     return DataShard(options.shard_index, options.shard_count, data, 1, len(dataset))
 
 
-def _is_interleaved(dataset: Any) -> bool:
-    if type(dataset).__name__ != "SliceMapDataset":
-        return False
-    return bool(dataset._start < dataset._step and dataset._stop == len(dataset._parent))
-
-
 def _described(dataset: Any) -> Iterator[str]:
-    """What decides the order of a dataset: a line for each that it is made of, but for those of `_MAPS`."""
+    """What decides the order of a dataset: a line for each of its datasets, but for `_MAPS`."""
     name = type(dataset).__name__
     if "Filter" in name or "FlatMap" in name:
         raise Unknown(f"its pipeline has {name}, after which shards are not equally long")
@@ -174,7 +171,7 @@ def _described(dataset: Any) -> Iterator[str]:
 
 
 def _in_words(lines: list[str]) -> str:
-    """Short, for each process of thousands has it in a checkpoint: what is cut off counts by its digest."""
+    """Short, as thousands of processes may have it in a checkpoint; a digest replaces what is cut off."""
     text = _ADDRESS.sub("", "; ".join(lines))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return text if len(text) <= 200 else f"{text[:180]}... {digest}"
@@ -197,7 +194,7 @@ def _settings(dataset: Any) -> Iterator[str]:
 
 
 def _loader(state: bytes) -> dict[str, Any]:
-    """The last global index that each worker of a DataLoader has seen, if there are none but its process."""
+    """The last global index that each worker of a DataLoader has seen, if its process is the only one."""
     try:
         found = json.loads(state)
         workers, seen = found["worker_count"], dict(found[_SEEN])

@@ -18,7 +18,7 @@ WHO = "inspect"
 
 
 class InspectedLeaf(NamedTuple):
-    """A leaf; `nbytes` of its values, and fewer on disk; its role is None if nobody noted it."""
+    """A leaf; its role is None if none was noted."""
 
     name: str
     role: str | None
@@ -29,7 +29,7 @@ class InspectedLeaf(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """How jzero's step had sharded the state that it saved: any other one restores it, too."""
+    """How the step that saved the state had sharded it."""
 
     version: str  # of jzero
     stage: int
@@ -37,8 +37,6 @@ class Saved(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What is in a checkpoint."""
-
     directory: str
     step: int | None  # if its directory's name is a number
     steps: list[int]  # those beside it, if a directory of steps was asked for
@@ -68,7 +66,7 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     roles = _stored.roles(notes)
     handlers = notes.get("item_handlers")
     writer = handlers.get(item) if isinstance(handlers, dict) else handlers
-    # None, too, for what somebody else has noted under this name: nothing goes by it.
+    # Another writer may have noted anything under this name.
     saved: Any = (notes.get("custom_metadata") or {}).get("jzero")
     is_ours = not _json.check(saved, {"version": str, "stage": int, "axes": {str: int}})
     return Inspection(
@@ -86,10 +84,8 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
 class Verified(NamedTuple):
     """What reading every file of a checkpoint found."""
 
-    # what is wrong with each damaged leaf, by name, and with each other file, by its path
-    damaged: dict[str, BaseException]
-    # leaves without checksums, in which a flipped bit may be read as if it were right
-    unchecked: list[str]
+    damaged: dict[str, BaseException]  # leaves by name, and other files by path
+    unchecked: list[str]  # leaves without checksums, in which a flipped bit goes unseen
     sealed: bool  # whether the other files have a seal; else a flipped bit in them may go unseen
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a data iterator stands, as JSON: of every process, in one checkpoint, for any number of them."""
+"""The positions of the data iterators of all processes, as JSON in one checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def state(iterator: Any) -> dict[str, Any]:
 def moving(
     iterator: Any, saved: list[SavedIterator], where: str, process: int, processes: int
 ) -> Callable[[], None]:
-    """What sets `iterator`, of one of so many processes, to where all the saved ones stood."""
+    """A function that sets `iterator` to where all the saved ones stood."""
     _check(iterator, "set_state")
     try:
         state = _state_for(iterator, saved, process, processes)
@@ -79,12 +79,12 @@ def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processe
 
 
 def _in_shard(iterator: Any, state: Any) -> bool:
-    """Whether it counts the examples of one process, as Grain's do."""
+    """Whether it counts the examples of one process, as Grain's iterators do."""
     return _grain.is_grain(iterator) and not (isinstance(state, dict) and _GLOBAL in state)
 
 
 def _is_elsewhere(iterator: Any, saved: SavedIterator) -> bool:
-    """Whether what was saved for as many processes is another place in the data that it has now."""
+    """Whether what was saved for as many processes is another place in the data now."""
     if isinstance(saved.place, dict) and _grain.is_grain(iterator):
         with contextlib.suppress(_grain.Unknown):
             shard = _grain.shard(iterator)
@@ -111,7 +111,7 @@ def _for_all(now: Any, states: list[Any]) -> Any:
 
 
 def _split(state: Any) -> tuple[Any, dict[str, Any]]:
-    """What is true of all processes, and of this one."""
+    """The parts of a state that hold for all processes, and for this one."""
     if not isinstance(state, dict):
         return state, {}
     own = {key: value for key, value in state.items() if key in _OF_PROCESS}
@@ -144,6 +144,6 @@ def _encode(state: Any) -> dict[str, Any]:
 
 
 def decoded(saved: dict[str, Any]) -> SavedIterator:
-    """What was encoded so; a ValueError if it was not."""
+    """The reverse of `_encode`; raises a ValueError for something else."""
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
     return SavedIterator(state, saved.get("place"))

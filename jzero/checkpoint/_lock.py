@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock of a directory of steps: one process at a time writes there.
 
-Its holder is named in a file or, in a bucket, in an object, and updates it every few seconds. Others take the
-lock of a holder that is certainly dead: a process of this machine that no longer runs, or one that has
-updated nothing for minutes.
+A file or, in a bucket, an object names the holder, which updates it every few seconds. Others take the lock
+of a holder that is certainly dead: a process of this machine that no longer runs, or one that has updated
+nothing for minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, found: Any) -> Owner | None:
-        """The one that JSON describes; None if it describes none."""
+        """The owner that JSON describes; None if it describes none."""
         types = (str, str | None, int, int | None, str)
         if not isinstance(found, list) or len(found) != len(types):
             return None
@@ -89,7 +89,7 @@ class Lock:
 
     @property
     def owner(self) -> str:
-        """This process, as no other is called."""
+        """A name of this process that no other has."""
         return f"{self._owner}, {self._owner and self._owner.token}"
 
     @property
@@ -100,8 +100,7 @@ class Lock:
     def ensure(self, who: str) -> bool:
         """Acquires the lock, also that of a dead process; False if this process holds it already.
 
-        Raises:
-          CheckpointError: another process holds it.
+        Raises a `CheckpointError` if another process holds it.
         """
         if self.is_held and self._is_there():
             self.check(who, now=False)
@@ -121,12 +120,10 @@ class Lock:
         return True
 
     def check(self, who: str, *, now: bool = True) -> None:
-        """Checks that this process still holds the lock: after a long sleep another one may.
+        """Raises a `CheckpointError` unless this process still holds the lock.
 
-        Without `now` it suffices that it did so recently that nobody can have taken it since.
-
-        Raises:
-          CheckpointError: it does not.
+        After a long sleep another one may. Without `now` it suffices that this one held it so recently that
+        nobody can have taken it since.
         """
         if self._owner is None or not self._has(self._owner, now):
             holder = self.holder()
@@ -151,11 +148,7 @@ class Lock:
         return None if found is None or found.free else found
 
     def _make_way(self, who: str) -> None:
-        """Removes the lock of a dead process.
-
-        Raises:
-          CheckpointError: it may be alive.
-        """
+        """Removes the lock of a dead process; raises a `CheckpointError` if it may be alive."""
         holder = self.holder()
         if holder is None:
             return
@@ -215,7 +208,7 @@ class Lock:
             private.unlink(missing_ok=True)
 
     def _age(self, holder: Holder) -> float:
-        """Seconds since the holder has shown that it lives, by the clock of the file system."""
+        """Seconds since the last heartbeat of the holder, by the clock of the file system."""
         try:
             with tempfile.TemporaryFile(dir=self.directory) as now:
                 return os.fstat(now.fileno()).st_mtime - self._path.lstat().st_mtime
@@ -235,11 +228,8 @@ class ObjectLock(Lock):
 
     No clocks are compared: the holder counts heartbeats in the object, and whoever waits for the lock checks
     by its own clock that nothing changes. A holder that has slept takes its lock for lost before others may
-    take it.
-
-    Attributes:
-      steps: that may exist, as the holder writes them with each heartbeat: a list of a bucket would have
-        every object of all steps. None if that is not known yet.
+    take it. `steps` may exist; the holder writes them with each heartbeat, as a list of a bucket would have
+    every object of all steps. They are None while unknown.
     """
 
     def __init__(self, bucket: Bucket):
@@ -248,7 +238,7 @@ class ObjectLock(Lock):
         self._seen = float("-inf")  # when it was certainly this process's
 
     def noted(self) -> tuple[list[int] | None, bool]:
-        """The steps that may be there, if that is known, and whether this process is the one that writes."""
+        """The steps that may exist, if known, and whether this process is the one that writes."""
         found = self.read()
         is_own = self.is_held and found is not None and found.owner == self._owner
         return found and found.steps, is_own
@@ -286,11 +276,7 @@ class ObjectLock(Lock):
         return True
 
     def _check_conditions(self, who: str, owner: Owner, old: bytes) -> None:
-        """Checks that a write whose condition does not hold fails: the lock relies on it.
-
-        Raises:
-          CheckpointError: it does not.
-        """
+        """Raises a `CheckpointError` unless conditional writes can fail: the lock relies on it."""
         self.directory.write_if(NAME, _text(owner, 1, self.steps), old)
         for version in (None, old):
             try:
@@ -317,7 +303,7 @@ class ObjectLock(Lock):
             self._rewrite(owner, release=True)
 
     def _rewrite(self, owner: Owner, *, release: bool = False) -> bool:
-        """Counts a heartbeat, if the lock is still this owner's; whether it is."""
+        """Counts a heartbeat, if the lock is still this owner's; returns whether it is."""
         while True:
             start, found = _now(), self.read()
             if found is None or found.owner != owner:
@@ -332,10 +318,9 @@ class ObjectLock(Lock):
 
 
 def unlock(who: str, directory: Path | Bucket) -> str:
-    """Removes the lock of a process that the caller knows to be dead; who held it.
+    """Removes the lock of a process that the caller knows to be dead; returns who held it.
 
-    Raises:
-      CheckpointError: nobody has it, or a process of this machine that runs.
+    Raises a `CheckpointError` if nobody has it, or a process of this machine that runs.
     """
     lock = ObjectLock(directory) if isinstance(directory, Bucket) else Lock(directory)
     holder = lock.holder()
@@ -392,7 +377,7 @@ def _digest(said: dict[str, Any]) -> str:
 
 
 def _parsed(found: Object) -> Holder:
-    """What an object says; whoever wrote what cannot be understood may be alive."""
+    """What an object says; a writer of what cannot be understood may be alive."""
     try:
         value = _json.parse(found.data)
     except _json.Malformed:
@@ -414,7 +399,7 @@ def _now() -> float:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Gives a file another name, if nobody has it: at once, with all that is in the file."""
+    """Gives a file another name, unless it is taken: atomically, with all of its content."""
     try:
         os.link(source, path)
         return True
@@ -449,7 +434,7 @@ def _runs(owner: Owner) -> bool | None:
 
 
 def _world() -> str | None:
-    """Of this process; None where the system does not say (it is no Linux)."""
+    """The world of this process; None where the system does not say (it is no Linux)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -458,7 +443,7 @@ def _world() -> str | None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this world started; None if there is none that runs."""
+    """When a process of this world started; None if none runs."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

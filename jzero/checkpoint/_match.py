@@ -13,7 +13,7 @@ from jzero._errors import CheckpointError, describe_leaf, message
 
 
 class Leaf(NamedTuple):
-    """A leaf as it is stored, or is to be restored; `path` is what messages call it."""
+    """A leaf as it is stored, or is to be restored; `path` is its name in messages."""
 
     path: str
     shape: tuple[int, ...]
@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The stored leaf that a leaf is restored from; `cast`: in fewer bits."""
+    """The stored leaf that a leaf is restored from; `cast`: to fewer bits."""
 
     name: str
     cast: bool = False
@@ -39,10 +39,10 @@ def name_at(path: Any) -> str:
 def match(
     who: str, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], directory: str
 ) -> dict[str, Origin]:
-    """For each wanted leaf, by name, where it is stored.
+    """The stored leaf for each wanted leaf, by name.
 
-    That is under the same name, except that `jzero.master_weights` may have come or gone: then parameters
-    are restored from masters, or masters from parameters. All other leaves that differ are an error.
+    It has the same name, unless `jzero.master_weights` came or went: then parameters are restored from
+    masters, or masters from parameters. All other leaves that differ are an error.
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}
@@ -66,7 +66,7 @@ def match(
 
 
 def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """For each parameter that `master_weights` keeps in more bits, the name of its master."""
+    """The name of the master of each parameter that `master_weights` keeps in more bits."""
     found: dict[str, str] = {}
     for at in _wrappers(leaves):
         pairs = _masters(at, leaves)
@@ -82,7 +82,7 @@ def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
 def _moved_masters(
     wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf]
 ) -> tuple[dict[str, Origin], set[str]]:
-    """What `master_weights` on one side only puts elsewhere, and stored leaves that nothing needs then."""
+    """What `master_weights` on one side only moves, and stored leaves that are not needed then."""
     moved: dict[str, Origin] = {}
     dropped: set[str] = set()
     ours, theirs = _wrappers(wanted), _wrappers(stored)
@@ -99,7 +99,7 @@ def _moved_masters(
 
 
 def _wrappers(names: Iterable[str]) -> set[str]:
-    """Where there is a `MasterWeightsState`: `opt_state/`; its `inner` may have no leaves."""
+    """Where there is a `MasterWeightsState`, as `opt_state/`; its `inner` may have no leaves."""
     found = (f"/{name}".partition("/masters/") for name in names)
     return {before[1:] + "/" * bool(before) for before, at, _ in found if at}
 
@@ -110,7 +110,7 @@ def _below(prefix: str, names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _masters(at: str, leaves: Mapping[str, Leaf]) -> list[tuple[str, str]]:
-    """Each master, and the parameter that it is the master of: of the same name, in fewer bits."""
+    """Each master, and its parameter: of the same name, in fewer bits."""
     masters = _below(f"{at}masters/", leaves)
 
     def are_params(root: str) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint in a bucket, as far as it is read whole: a local copy of its small files.
+"""A local copy of the small files of a checkpoint in a bucket.
 
 What reads checkpoints reads the copy. Data files, which have the chunks, stay in the bucket: in the copy they
-are holes of their sizes, and who opens an array opens it in `bucket_of`.
+are holes of their sizes, and arrays are opened in `bucket_of`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from jzero.checkpoint._temporary import Temporary
 # OCDBT's data files, and chunks that are files of their own.
 _DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
 _RANDOM = re.compile(r"(?:.*/)?d/[0-9a-f]{32}", re.DOTALL)
-# Of steps: the version of the seal, and where it is.
+# Of steps: the version of the seal, and the folder.
 _copies: dict[Bucket, tuple[bytes, Path]] = {}
 _roots: list[str] = []
 
 
 def local(who: str, path: Any) -> Path:
-    """Where the files are that describe the checkpoint in `path`: there, or of one in a bucket in a copy.
+    """Where the files are that describe the checkpoint in `path`: there, or in a copy of a bucket.
 
-    Raises:
-      CheckpointError: it is in a bucket, and was never finished or is damaged there.
+    Raises a `CheckpointError` if it was never finished, or is damaged, in the bucket.
     """
     bucket = Bucket.of(who, path)
     if bucket is None:
         return _files.local(who, path)
     above, _, item = bucket.prefix.rpartition("/")
     try:
-        # The files of a step are listed in its seal, which may be above: of `steps/100/state`.
+        # The seal of `steps/100/state` is above it.
         if above and (found := sealed(step := Bucket(bucket.scheme, bucket.name, above))):
             return copy(step, found) / item
         return copy(bucket, sealed(bucket))
@@ -54,8 +53,7 @@ def local(who: str, path: Any) -> Path:
 def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
     """A copy of a checkpoint or a step, of which `sealed` found this.
 
-    Raises:
-      Broken: objects are missing or cut short.
+    Raises `Broken` if objects are missing or cut short.
     """
     if found and bucket in _copies and _copies[bucket][0] == found[0].version:
         return _copies[bucket][1]
@@ -69,7 +67,7 @@ def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
         if found is not None:
             (made / _seal.NAME).write_bytes(found[0].data)
             _make_holes(bucket, made, found[1])
-            # What is not whole now may be when it is copied again.
+            # A later copy may be whole.
             _seal.check_sizes(made, found[1].files)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -79,7 +77,7 @@ def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
 
 
 def bucket_of(path: Any) -> Bucket | None:
-    """Of a directory in a copy, that in the bucket; None for other directories."""
+    """The directory in the bucket of one in a copy; None for other directories."""
     root = next((root for root in _roots if Path(path).is_relative_to(root)), None)
     if root is None:
         return None
@@ -93,11 +91,7 @@ def shown(path: Path) -> str:
 
 
 def sealed(bucket: Bucket) -> tuple[Object, Seal] | None:
-    """The seal of a step, and what it says; None if it has none.
-
-    Raises:
-      Broken: it is damaged, or the step is not finished.
-    """
+    """The seal of a step, and what it says; None if it has none; raises `Broken` if it does not count."""
     found = bucket.read(_seal.NAME)
     return found and (found, _seal.parse(found.data))
 
@@ -112,11 +106,7 @@ def is_claim(found: Object | None) -> bool:
 
 
 def check_claim(bucket: Bucket, claim: bytes) -> None:
-    """That nobody else has begun to write a checkpoint.
-
-    Raises:
-      Lost: somebody has.
-    """
+    """Raises `Lost` if another process has begun to write a checkpoint."""
     found = bucket.read(_seal.NAME)
     if found is None or found.data != claim:
         raise Lost(f"{bucket / _seal.NAME}")

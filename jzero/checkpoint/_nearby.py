@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a checkpoint is that a path does not name: what is around it, for the message."""
+"""What is near a path without a checkpoint, for the message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 6
 
 
 def advice(path: Path) -> str:
-    """What to name instead of a path where no checkpoint is: what is in the nearest directory."""
+    """What to name instead of a path without a checkpoint: what is in the nearest directory."""
     path = Path(os.path.normpath(path))
     try:
         there = next(each for each in (path, *path.parents) if each.is_dir())
@@ -30,9 +30,8 @@ def advice(path: Path) -> str:
 
 
 def step_of(path: Path) -> Path | None:
-    """The step that a path is, or is inside of: what has a directory of steps above it."""
-    return next((each for each in (path, *path.parents) if _is_step(each)), None)
-
-
-def _is_step(path: Path) -> bool:
-    return (path / _seal.NAME).is_file() or ((path / NOTES).is_file() and path.name.isdecimal())
+    """The step that a path is, or is inside of."""
+    for each in (path, *path.parents):
+        if (each / _seal.NAME).is_file() or ((each / NOTES).is_file() and each.name.isdecimal()):
+            return each
+    return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of keys and values in which a checkpoint's chunks are: tensorstore's OCDBT.
+"""The key-value store with a checkpoint's chunks: tensorstore's OCDBT.
 
-Where one is, its base, is for tensorstore a directory (`directory`), or one in a bucket (`Bucket.spec`).
+Its base is, as tensorstore's JSON, a directory (`directory`), or one in a bucket (`Bucket.spec`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorstore
 
 from jzero.checkpoint._chunks import Box
 
-# Of data files: a bucket takes each in one request, and until one is full it is in memory.
+# Size of data files: a bucket takes each in one request, and until one is full it is in memory.
 FILE_BYTES = 2**26
 CACHE_BYTES = 10**8
 _KEY = re.compile(r"(.*)/(?:zarr\.json|c(?:/\d+)*)", re.DOTALL)
@@ -26,7 +26,7 @@ _KEY = re.compile(r"(.*)/(?:zarr\.json|c(?:/\d+)*)", re.DOTALL)
 
 @contextlib.asynccontextmanager
 async def transaction() -> AsyncIterator[tensorstore.Transaction]:
-    """What is written in it is written at once, or not at all.
+    """Writes at once all that is written in it, or nothing.
 
     tensorstore's own context waits when it is left by an error, and sometimes for ever.
     """
@@ -44,14 +44,14 @@ def directory(path: Path) -> dict[str, Any]:
 
 
 def context(cache_bytes: int = CACHE_BYTES) -> tensorstore.Context:
-    """Like Orbax's: as many files at a time, and nodes of the tree are kept in memory, so many bytes."""
+    """Like Orbax's: as many files at a time, and a cache of so many bytes for nodes of the tree."""
     return tensorstore.Context({
         "file_io_concurrency": {"limit": 128}, "cache_pool#ocdbt": {"total_bytes_limit": cache_bytes},
     })  # fmt: skip
 
 
 def part_of(process: int) -> str:
-    """The directory of what a process writes, as Orbax calls it."""
+    """The directory of what a process writes, with the name that Orbax gives it."""
     return f"ocdbt.process_{process}"
 
 
@@ -62,7 +62,7 @@ async def merge(
 ) -> None:
     """Makes one store of those that processes have written in it; their data files stay where they are.
 
-    Of chunks that several processes have parts of, `shared` says whose and where these are, by the leaf.
+    `shared` has the chunks of a leaf that several processes have parts of: whose each part is, and its box.
     """
     one = context()  # It copies only between stores in one.
     parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
@@ -91,7 +91,7 @@ async def merge(
 async def check_complete(
     base: Mapping[str, Any], leaves: Mapping[str, tuple[Sequence[int], Sequence[int]]]
 ) -> None:
-    """That every chunk of every leaf, by shape and chunk shape, is in the store; an OSError if not."""
+    """Raises an `OSError` unless the store has every chunk of every leaf, by shape and chunk shape."""
     store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": base})
     keys = [_KEY.fullmatch(key.decode()) for key in await store.list()]
     found = Counter(match[1] for match in keys if match)
@@ -106,12 +106,12 @@ def array_spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "driver": "zarr3", "kvstore": {**_store(base), "path": f"{name}/"},
         "recheck_cached_data": False, "recheck_cached_metadata": False,
-        "store_data_equal_to_fill_value": True,  # or else nobody knows that they were written
+        "store_data_equal_to_fill_value": True,  # or a missing chunk would pass for zeros
     }  # fmt: skip
 
 
 def _store(base: Mapping[str, Any]) -> dict[str, Any]:
-    """A store that is to be written, as Orbax writes them: by one process, so that it needs no locks."""
+    """A store for one writer, as Orbax configures it: without locks."""
     made: dict[str, Any] = {
         "driver": "ocdbt", "base": base, "target_data_file_size": FILE_BYTES, "assume_config": True,
         "cache_pool": "cache_pool#ocdbt",

@@ -31,7 +31,7 @@ PYTREE, JSON = (
 def write_notes(
     directory: Path, handlers: str | dict[str, str], started: int, custom: dict[str, Any]
 ) -> None:
-    """Writes what Orbax says of a checkpoint, or of all items of a step, begun at `started` nanoseconds."""
+    """Writes what Orbax notes of a checkpoint, or of a step, begun at `started` nanoseconds."""
     notes = {
         "item_handlers": handlers, "metrics": {}, "performance_metrics": {},
         "init_timestamp_nsecs": started, "commit_timestamp_nsecs": time.time_ns(),
@@ -46,7 +46,7 @@ def read_tree(directory: Path) -> Any:
 
 
 def write_tree(directory: Path, tree: Any) -> list[tuple[str, Any]]:
-    """Writes what describes a tree of arrays and numbers; these, by their names in the checkpoint."""
+    """Writes what describes a tree of arrays and numbers; returns these, by their names."""
     given: list[tuple[str, Any]] = []
     args = ocp.args.PyTreeSave(tree)
     for future in asyncio.run(_handler(given).async_save(epath.Path(directory), args=args)) or []:
@@ -84,7 +84,7 @@ def _handler(given: list[tuple[str, Any]]) -> ocp.PyTreeCheckpointHandler:
 class _Handler(type_handlers.TypeHandler):
     """Leaves of one type, as Orbax calls it; they are put into `given`, and not written.
 
-    Orbax's own write chunks in which a flipped bit is restored as if it were right, and whole leaves only.
+    Orbax's own handlers write chunks in which a flipped bit goes unseen, and whole leaves only.
     """
 
     _array_metadata_store = None  # Orbax asks.

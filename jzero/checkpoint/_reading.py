@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves are read: each is opened once, and only what this process's devices hold of it is decoded."""
+"""Reads leaves: each is opened once, and only what this process's devices have of it is decoded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jzero._errors import escaped, named
 from jzero.checkpoint import _mirror
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
-# Chunks of a bucket that are asked for within so long, and are neighbours, are read in one request.
+# Neighbouring chunks of a bucket that are read within so long become one request.
 _COALESCED = {
     "experimental_read_coalescing_interval": "20ms",
     "experimental_read_coalescing_merged_bytes": 2**24,
-    "experimental_read_coalescing_threshold_bytes": 2**18,  # between two of them, read in vain
+    "experimental_read_coalescing_threshold_bytes": 2**18,  # unneeded bytes between two of them
 }
-_ALIGNMENT = 64  # bytes; on CPUs XLA takes an array as it is that begins at a multiple
+_ALIGNMENT = 64  # bytes; on CPUs XLA does not copy an array that begins at a multiple
 
 
 class LeafErrors(Exception):
@@ -38,7 +38,7 @@ class LeafErrors(Exception):
 
 
 class ReadAs(NamedTuple):
-    """How a leaf is to be read: in which shape, with zeros beyond its own, as what, and where to."""
+    """How a leaf is to be read: its shape, with zeros beyond the stored one, dtype and sharding."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -46,7 +46,7 @@ class ReadAs(NamedTuple):
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work returns; a notebook's thread has a loop of its own, which waits."""
+    """Runs a coroutine; in another thread if this one, as a notebook's, has a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -56,8 +56,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
-    """Does all of the work, also if some of it fails; then raises what failed."""
-    done = await asyncio.gather(*work, return_exceptions=True)  # The loop is closed after it.
+    """Does all of the work, even if some of it fails; then raises what failed."""
+    done = await asyncio.gather(*work, return_exceptions=True)
     errors = {
         name.replace(".", "/"): result
         for name, result in zip(names, done, strict=True)
@@ -78,7 +78,7 @@ async def all_of(work: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 async def open_leaf(info: Any) -> tensorstore.TensorStore:
-    """Opens a leaf to read; nothing is read but its type."""
+    """Opens a leaf to read; reads nothing but its type."""
     spec = type_handlers.get_json_tspec_read(
         info, info.is_ocdbt_checkpoint,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
@@ -96,10 +96,9 @@ async def open_leaf(info: Any) -> tensorstore.TensorStore:
 
 
 async def _check_described(spec: dict[str, Any], context: Any) -> None:
-    """Tensorstore's parser of what describes an array recurses, and ends the process where that is deep.
+    """Raises `Malformed` unless what describes an array is JSON of ordinary size and depth.
 
-    Raises:
-      Malformed: it is no JSON of ordinary size and depth.
+    tensorstore's parser recurses, and ends the process where that is deep.
     """
     name = {"zarr": ".zarray", "zarr3": "zarr.json"}[spec["driver"]]
     kvstore = await tensorstore.KvStore.open(spec["kvstore"], context=context)
@@ -111,10 +110,9 @@ async def _check_described(spec: dict[str, Any], context: Any) -> None:
 
 
 def _check_chunks(store: tensorstore.TensorStore) -> None:
-    """Tensorstore makes room for a whole chunk before it reads one, and aborts where there is none.
+    """Raises a `ValueError` if a chunk would be larger than its leaf.
 
-    Raises:
-      ValueError: a chunk would be larger than its leaf.
+    tensorstore allocates a whole chunk before it reads one, and aborts if it cannot.
     """
     itemsize = store.dtype.numpy_dtype.itemsize
     own = math.prod(store.shape) * itemsize
@@ -125,18 +123,18 @@ def _check_chunks(store: tensorstore.TensorStore) -> None:
 
 
 class Budget:
-    """So many bytes that may be read at the same time, or one leaf; first come, first served."""
+    """Bytes that may be read at the same time, or one leaf; first come, first served."""
 
     def __init__(self, nbytes: int):
         self._all = self._free = nbytes
         self._turn, self._given = asyncio.Lock(), asyncio.Event()
 
     async def take(self, nbytes: int) -> int:
-        """Waits until so many are free; what to give back."""
+        """Waits until so many bytes are free; returns what to give back."""
         taken = min(nbytes, self._all)
         async with self._turn:
             if self._free < taken:
-                # Who follows begins together, so that neighbours in a bucket are one request.
+                # Waiters start together, so that neighbours in a bucket are one request.
                 while self._free < max(taken, self._all // 4):
                     self._given.clear()
                     await self._given.wait()
@@ -161,11 +159,11 @@ async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> j
     try:
         found = await all_of(_read_box(store, ends) for ends in boxes)
         parts = dict(zip(boxes, found, strict=True))
-        with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
+        with jax.transfer_guard("allow"):  # These copies are what the user asked for.
             array = jax.make_array_from_callback(
                 shape, arg.sharding, lambda index: parts[ends_of(index or (), shape)]
             )
-        # What is not yet on its device needs memory here.
+        # Until it is on its device it needs memory here.
         await asyncio.to_thread(array.block_until_ready)
     finally:
         budget.give(taken)

@@ -78,7 +78,6 @@ def restore_for(
     who: str, path: str | Path, train_step: ShardedStep, state: Any,
     args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
-    """`restore`, for the caller that messages name."""
     _agreement.check(who)
     if not isinstance(train_step, ShardedStep):
         raise OptionError(message(
@@ -124,7 +123,7 @@ class _Task:
         _available.check(who, _available.shortage(needs, placement.programs.config.mesh))
 
     def _warn_of_zeros(self) -> None:
-        """Of leaves that were saved beside state in files: they may stand for what is there."""
+        """Leaves that were saved beside state in files may stand for what is there."""
         pairs = zip(self._leaves, self._writes, strict=True)
         without = [name for name, write in pairs if not write]
         if without and any(self._writes):
@@ -167,7 +166,7 @@ class _Task:
 def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Iterator[list[str]]:
     """The leaves that are read together: what stays where it is read to, others up to so many bytes.
 
-    A stored leaf that becomes a parameter, in fewer bits, and its master, is read for each by itself.
+    A stored master that becomes a master and a parameter, in fewer bits, is read twice.
     """
 
     def nbytes(name: str) -> int:  # one part for each device of this process, replicas or not

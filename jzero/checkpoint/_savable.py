@@ -22,7 +22,7 @@ _NUMBERS = (int, float, complex, np.number, np.bool_)
 
 
 def check_savable(who: str, state: Any) -> None:
-    """That every leaf is an array or a number of a dtype that can be written, under a name of its own."""
+    """Raises a `StateError` unless every leaf can be written, under a name of its own."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_empty)
     leaves = [(path, leaf) for path, leaf in nodes if not _is_empty(leaf)]
     pairs = [(name_at(path), leaf) for path, leaf in leaves]
@@ -84,7 +84,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _without_names(paths: Sequence[TreePath]) -> list[str]:
-    """Leaves with a key that no file in the store can have: it ends where a path's part ends."""
+    """Leaves with a key that no file in the store can have: a slash ends a path's part."""
     keys = {key: jax.tree_util.keystr((key,), simple=True) for key in {x for y in paths for x in y}}
     bad = {
         x
@@ -100,7 +100,7 @@ def _without_names(paths: Sequence[TreePath]) -> list[str]:
 
 
 def _mixed(paths: Iterable[TreePath]) -> list[str]:
-    """Nodes, empty ones among them, of which some have numbers in a sequence: Orbax cannot read them."""
+    """Nodes, also empty ones, with both names and sequence indices: Orbax cannot read them."""
     kinds: dict[TreePath, set[bool]] = {}
     while paths := dict.fromkeys(path for path in paths if path):
         for path in paths:

@@ -71,14 +71,14 @@ class Saver:
             raise failure
 
     def close(self) -> None:
-        """Waits, and lets others write; raises what went wrong."""
+        """Waits, and releases the lock; raises what went wrong."""
         try:
             self.wait()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Lets others write, if nothing is being written."""
+        """Releases the lock, if nothing is being written."""
         if not self._is_running():
             self._steps.close()
 
@@ -151,22 +151,22 @@ class _Work:
         self.is_complete = True
 
     def _write(self) -> None:
-        """This process's part; `copied` is set when the state may be consumed."""
+        """Writes this process's part; sets `copied` when the state may be consumed."""
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
         self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
         self.writing = Writing(self._path / STATE, self.save_bytes)
         self.writing.take(self.tree)
         self.tree = None
-        self.writing.write(self._note_copied)
 
-    def _note_copied(self) -> None:
-        # Once all is copied: what the caller may have overwritten by then counts for nothing.
-        if self.interrupted.is_set():
-            raise InterruptedError("save() was interrupted before the state was copied")
-        self.copied.set()
+        def copied() -> None:
+            if self.interrupted.is_set():  # Then the caller may have overwritten what was copied.
+                raise InterruptedError("save() was interrupted before the state was copied")
+            self.copied.set()
+
+        self.writing.write(copied)
 
     def _complete(self, failure: BaseException | None, reports: list[Any]) -> None:
-        """What process 0 does at the end: one store of all parts, what is beside it, and the seal."""
+        """Process 0 merges all parts, adds what is beside them, and seals the step."""
         try:
             if failure is not None:
                 raise failure

@@ -22,7 +22,7 @@ from jzero.checkpoint import _files
 
 NAME = "_JZERO_SEAL"
 _FORMAT = 1
-# What stands in a bucket where the seal is to be: who has begun to write or to remove the step.
+# In a bucket, in place of a seal: who has begun to write or to remove the step.
 _BEGUN = b"begun by "
 
 
@@ -71,14 +71,14 @@ def text(files: Mapping[str, File]) -> bytes:
 
 
 def claim(owner: object) -> bytes:
-    """What stands where the seal is to be, once a step is begun."""
+    """The content of a seal's place once a step is begun."""
     return _BEGUN + str(owner).encode()
 
 
 def read(directory: Path) -> Seal | None:
     """The seal of a directory whose files are there; None if it has none, as Orbax alone writes them.
 
-    It is `Broken` if it is damaged, or of a later format; or a file is missing, or has not all of its bytes.
+    Raises `Broken` if it is damaged, or of a later format; or a file is missing, or too short.
     """
     path = directory / NAME
     if not path.exists():
@@ -91,7 +91,7 @@ def read(directory: Path) -> Seal | None:
 
 
 def parse(data: bytes) -> Seal:
-    """What a seal says; `Broken` if it is damaged, of a later format, or none yet."""
+    """What a seal says; raises `Broken` if it is damaged, of a later format, or not written yet."""
     if data.startswith(_BEGUN):
         raise Unfinished(f"it was never finished: {data.decode(errors='replace')[:200]}")
     body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
@@ -142,7 +142,7 @@ def check_sizes(directory: Path, files: Mapping[str, File]) -> None:
 def check_digests(
     directory: Path, seal: Seal, which: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """What is wrong with each file that has a digest and whose name `which` wants."""
+    """What is wrong with each file that has a digest and whose name `which` selects."""
     wanted = {name: file for name, file in seal.files.items() if file.digest and which(name)}
     found = {name: _damage(directory / name, file) for name, file in wanted.items()}
     return {name: damage for name, damage in found.items() if damage}
@@ -168,7 +168,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def _is_data(name: str) -> bool:
-    """Whether it is one of OCDBT's data files, of which each chunk and node has a checksum."""
+    """Whether it is one of OCDBT's data files, in which each chunk and node has a checksum."""
     return name.split("/")[-2:-1] == ["d"]
 
 

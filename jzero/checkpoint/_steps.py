@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of steps: which are complete, and how one becomes complete or goes."""
+"""A directory of steps: which are complete, and how one becomes complete or is removed."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ class Steps:
         return Lock(self.where)
 
     def complete(self) -> list[int]:
-        """The steps that are whole; of the others it says once what they lack."""
+        """The steps that are whole; it warns once of each other one."""
         return sorted(self._whole())
 
     def damaged(self) -> list[int]:
-        """The steps that are not whole."""
         return sorted({*self._candidates()} - {*self.complete()})
 
     def latest(self) -> int | None:
@@ -52,7 +51,7 @@ class Steps:
         return next(self._whole(), None)
 
     def check_is_last(self, who: str, step: int) -> None:
-        """That no step is complete that is as late as the one that is to be saved."""
+        """Raises a `CheckpointError` if a step is complete that is not before this one."""
         latest = self.latest()
         if latest is not None and step <= latest:
             raise CheckpointError(message(
@@ -61,7 +60,7 @@ class Steps:
                 "after it first, or save to another directory."))  # fmt: skip
 
     def open(self) -> None:
-        """Makes the directory if it is not there, or finds out that it cannot be used."""
+        """Makes the directory if it does not exist, or finds out that it cannot be used."""
         _files.make_directory(self.where)
 
     def is_there(self, step: int) -> bool:
@@ -73,7 +72,7 @@ class Steps:
         return Path(self.where, str(step))
 
     def begin(self, who: str, step: int) -> None:
-        """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
+        """Process 0 acquires the lock, and empties a step's place, before all of them write."""
         self.open()
         if self.lock.ensure(who):
             # Of writers that were interrupted.
@@ -101,19 +100,19 @@ class Steps:
         return folder
 
     def claim(self, who: str, step: int) -> str:
-        """Process 0 says that it has begun a step, before anybody hands in; as whom."""
+        """Process 0 says that it has begun a step, before anybody hands in; returns its name."""
         return ""
 
     def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
-        """Brings what this process has written to where process 0 puts all together; what that is."""
+        """Brings what this process has written to where process 0 merges all; returns what that is."""
         return {}
 
     def base(self, step: int) -> dict[str, Any]:
-        """Of the store in which the parts of all processes are put together, for tensorstore."""
+        """Of the store in which the parts of all processes are merged, for tensorstore."""
         return _ocdbt.directory(self._folder(step) / STATE)
 
     def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
-        """Seals a step whose files are all there (`parts` were handed in), and makes it count."""
+        """Seals a step whose files are all there (`parts` were handed in), and commits it."""
         _seal.write(self._folder(step))
         self.lock.check(who)
         _files.publish(self.where / str(step))
@@ -149,7 +148,7 @@ class Steps:
                 _check_unsealed(path)
 
     def _candidates(self) -> list[int]:
-        """The numbers that names in the directory are."""
+        """The numbers in the directory."""
         names = [name for name in self._names() if name.isdecimal()]
         steps = [name for name in names if len(name) < 20 and str(int(name)) == name]
         for name in {*names} - {*steps}:
@@ -178,7 +177,7 @@ class Steps:
 
 @contextlib.contextmanager
 def _readable(directory: Path | Bucket) -> Iterator[None]:
-    """What cannot be read is not taken for what is not there."""
+    """An error, so that what cannot be read does not pass for missing."""
     try:
         yield
     except OSError as error:
@@ -197,7 +196,7 @@ def _say(directory: Path | Bucket, name: str, reason: str) -> None:
 
 
 def _check_unsealed(directory: Path) -> None:
-    """Of a step without a seal, what every Orbax checkpoint has."""
+    """Raises `Broken` unless a step without a seal has what every Orbax checkpoint has."""
     trees = [path for path in (directory / TREE, *directory.glob(f"*/{TREE}")) if path.exists()]
     if not trees:
         raise Broken(f"{TREE} is missing")

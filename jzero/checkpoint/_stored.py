@@ -28,7 +28,7 @@ from jzero.offload.nvme._header import Write
 # Files that Orbax and tensorstore read whole before they know what is in them.
 _STRINGS, _MANIFEST = "_strings.json", "manifest.ocdbt"
 _READ_WHOLE = (_STRINGS, "checkpoint", _MANIFEST, ".zarray", "zarr.json")
-# Of what Orbax says of a checkpoint, that which is used.
+# The used part of what Orbax notes of a checkpoint.
 _NOTES_FORM = {
     "item_handlers": Maybe(({str: str}, str)),
     "commit_timestamp_nsecs": Maybe(int),
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
 
 
 def find(who: str, path: str | os.PathLike[str]) -> Stored:
-    """Opens the checkpoint in `path`, of a `Checkpointer` or any of Orbax's; no values are read."""
+    """Opens the checkpoint in `path`, a `Checkpointer`'s or any of Orbax's; reads no values."""
     path = _mirror.local(who, path)
     with _damage(who, path):
         directory = _tree_directory(who, path)
@@ -65,13 +65,16 @@ def find(who: str, path: str | os.PathLike[str]) -> Stored:
         if (seal := _seal.read(root)) and (found := _seal.check_digests(root, seal, _is_read)):
             raise Broken("; ".join(f"{name} {damage}" for name, damage in found.items()))
         described = _json.read(who, directory / TREE, _TREE_FORM)
-        # Orbax goes by what is said, and where nothing is said by what is there.
+        # Orbax goes by what is said, else by what is there.
         in_store = (directory / _MANIFEST).exists() and described.get("use_ocdbt") is not False
         _check_sizes(directory, [x for x in files if x.name in _READ_WHOLE], _json.MAX_BYTES)
         if (strings := directory / _STRINGS).exists():
             _json.parse(strings.read_bytes(), _STRINGS)
-        if not in_store:
-            _check_paths(described["tree_metadata"])
+        if not in_store:  # Leaves are directories, by their names.
+            keys = (x for leaf in described["tree_metadata"].values() for x in leaf["key_metadata"])
+            for key in (str(x["key"]) for x in keys):
+                if key.startswith("/") or ".." in key.split("/"):
+                    raise Broken(f"a leaf of the name {_json.shown(key)} would be somewhere else")
         tree = _orbax.read_tree(directory)
         infos = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
         arrays = {name: info for name, info in infos.items() if _is_array(info)}
@@ -96,7 +99,7 @@ def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
 
 
 def identity(stored: Stored) -> list[str]:
-    """What makes a checkpoint another one, in lines: its step, and the digest of what describes it."""
+    """Lines that identify a checkpoint: its step, and the digest of what describes it."""
     files = [stored.root / _seal.NAME, stored.root / NOTES, stored.directory / TREE]
     found = [_json.read_bytes("restore", file) for file in files if file.exists()]
     digest = hashlib.sha256(b"".join(found))
@@ -104,7 +107,7 @@ def identity(stored: Stored) -> list[str]:
 
 
 def notes(who: str, stored: Stored) -> dict[str, Any]:
-    """What Orbax says of the checkpoint or its step: when and by what it was written, `custom_metadata`."""
+    """What Orbax notes of the checkpoint or its step: when and by what it was written, `custom_metadata`."""
     file = stored.root / NOTES
     return _json.read(who, file, _NOTES_FORM) if file.exists() else {}
 
@@ -130,8 +133,8 @@ def roles(found: dict[str, Any]) -> dict[str, str]:
 
 
 def writes(who: str, stored: Stored) -> dict[str, Write]:
-    """The commit to files that each leaf is of, by name; not of leaves that are of none."""
-    if stored.seal is None:  # What others say of their checkpoints is not read.
+    """The commit to files of each leaf, by name; leaves without one are left out."""
+    if stored.seal is None:  # Others wrote it.
         return {}
     texts = (notes(who, stored).get("custom_metadata") or {}).get("writes") or {}
     return {name: write for name, text in texts.items() if (write := _writes.of_text(text))}
@@ -140,7 +143,7 @@ def writes(who: str, stored: Stored) -> dict[str, Write]:
 def read(
     who: str, stored: Stored, wanted: Mapping[str, ReadAs], at_once: int
 ) -> dict[str, jax.Array]:
-    """Reads some leaves by name, each as is wanted, at most so many bytes at the same time."""
+    """Reads some leaves by name, each as wanted, with at most `at_once` bytes at a time."""
 
     async def read() -> list[jax.Array]:
         budget = _reading.Budget(at_once)
@@ -153,7 +156,7 @@ def read(
 
 @contextlib.contextmanager
 def _damage(who: str, directory: Path) -> Iterator[None]:
-    """Whatever comes of files that others wrote is an error that names them."""
+    """Turns any error about files that others wrote into one that names them."""
     try:
         yield
     except JzeroError:
@@ -202,22 +205,15 @@ def _tree_directory(who: str, path: Path) -> Path:
 
 
 def _check_sizes(directory: Path, files: Sequence[Path], most: int) -> None:
-    """Of files that Orbax and tensorstore read into memory whole, whatever their sizes."""
+    """For files that Orbax and tensorstore read into memory whole, whatever their sizes."""
     sizes = {named(str(path.relative_to(directory))): path.stat().st_size for path in files}
     bad = [f"{name} has {n} bytes, more than {most}" for name, n in sizes.items() if n > most]
     if bad:
         raise Broken("; ".join(bad[:3]))
 
 
-def _check_paths(tree: dict[str, Any]) -> None:
-    """That leaves which are directories, by their names, are in the checkpoint's."""
-    for key in (str(key["key"]) for leaf in tree.values() for key in leaf["key_metadata"]):
-        if key.startswith("/") or ".." in key.split("/"):
-            raise Broken(f"a leaf of the name {_json.shown(key)} would be somewhere else")
-
-
 def _is_read(name: str) -> bool:
-    """Whether a file is read to restore: not what each process wrote before all was put together."""
+    """Whether a file is read to restore: not what each process wrote before the merge."""
     return "ocdbt.process_" not in name
 
 

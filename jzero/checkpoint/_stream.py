@@ -34,7 +34,7 @@ def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
 
 
 def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarray]:
-    """All of an open leaf, in order; each chunk is decoded once. A damaged one is in `LeafErrors`."""
+    """All of an open leaf, in order; each chunk is decoded once. A damaged one raises `LeafErrors`."""
     itemsize = store.dtype.numpy_dtype.itemsize
     chunk_rows = [n or 1 for n in (store.chunk_layout.read_chunk.shape or ())[:1]]
     whole = tuple(slice(0, size) for size in store.shape)

@@ -30,7 +30,7 @@ class Temporary:
             _remove_dead(left, ends)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            # Until it is locked, another process may take it for one that was left, and remove it.
+            # Until it is locked, another process may remove it as left behind.
             try:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -40,11 +40,11 @@ class Temporary:
             os.close(self._fd)
 
     def others(self) -> list[Path]:
-        """Those of processes that are alive, or may be."""
+        """Folders of processes that are alive, or may be."""
         return [path for path in self._parent.glob(self._pattern) if path.name != self.path.name]
 
     def close(self) -> None:
-        """Removes it; a forked child has it not."""
+        """Removes it, except in a forked child."""
         try:
             if os.getpid() == self._pid:
                 _remove(self.path, self._ends)

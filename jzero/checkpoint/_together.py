@@ -22,7 +22,7 @@ _rounds = itertools.count()
 
 
 class Round:
-    """One thing that all processes do, in the same order: made by each of them, for `who` asks."""
+    """One thing that all processes do, in the same order; each of them makes a `Round`."""
 
     def __init__(self, who: str) -> None:
         self._who, number = who, next(_rounds)
@@ -34,7 +34,7 @@ class Round:
     def lead(
         self, stage: str, work: Callable[[], Any], own: Callable[[], Any] = lambda: None
     ) -> Any:
-        """Each does its `own`; then process 0 the work, and all wait for what that returns, as JSON has it.
+        """Each process does its `own`; then process 0 does the work, and all return its result, through JSON.
 
         If process 0 fails, in either, the others raise a CheckpointError.
         """
@@ -57,7 +57,7 @@ class Round:
                 self._set(stage, outcome)
 
     def report(self, stage: str, own: Any) -> list[Any]:
-        """In process 0 what each brings, as JSON has it; the others do not wait, and get their own."""
+        """In process 0 what each brings, through JSON; the others do not wait, and get their own."""
         if (index := jax.process_index()) != 0:
             self._set(f"{stage}/{index}", own)
             return [own]

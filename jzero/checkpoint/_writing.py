@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves are written: the true part of each shard, in chunks with checksums, within so much memory.
+"""Writes leaves: the true part of each shard, in chunks with checksums, within a memory budget.
 
 [Note: memory of a save] A save holds copies of what the next step overwrites until they are written, and the
 compressed chunks of a transaction until it commits. What does not fit is copied and written part by part
@@ -33,7 +33,7 @@ from jzero.offload.memory._storage import Storage
 from jzero.offload.nvme._files import Pin, TileFiles
 
 SAVE_BYTES = 2**31
-# In one transaction, at most: each makes a new root of the tree that is on disk, and waits for the disk.
+# At most in one transaction, each of which writes a new root of the tree, and waits for the disk.
 _TOGETHER = 2**28
 
 
@@ -51,7 +51,7 @@ class _Part:
         self._values: Any = None
 
     def start(self) -> None:
-        """Begins to bring an array to the host."""
+        """Starts the copy of an array to the host."""
         if isinstance(self._data, jax.Array) and not self._is_cut and _is_copied(self._data):
             # JAX keeps what it copies of an array as long as the array; this one is ours.
             x = self._data
@@ -59,7 +59,7 @@ class _Part:
             self._data.copy_to_host_async()
 
     def values(self) -> np.ndarray:
-        """What it is, on the host, where nobody changes it; it is brought there once."""
+        """Its values, on the host, where nothing changes them; copied once."""
         if self._data is not None:
             self._values = _on_host(self._data, self._inside, self._is_cut)
             self._data = None
@@ -102,7 +102,7 @@ class Writing:
             asyncio.run(self._write(copied))
 
     def complete(self, base: Mapping[str, Any] | None = None) -> None:
-        """Process 0 makes one store of what all have written; `base` is where it was uploaded, if it was."""
+        """Process 0 merges what all have written into one store; `base` is its place in a bucket, if any."""
         base = base or _ocdbt.directory(self._directory)
         asyncio.run(_ocdbt.merge(base, range(jax.process_count()), self.shared))
         asyncio.run(_ocdbt.check_complete(base, self.chunks))
@@ -208,7 +208,7 @@ def metadata(shape: Sequence[int], chunks: Sequence[int]) -> dict[str, Any]:
 
 
 def _copy(parts: Sequence[_Part]) -> None:
-    """Brings to the host what is stored elsewhere than in files: all of it on its way at once."""
+    """Copies to the host what is not in files: all of it at once."""
     now = [part for part in parts if not part.is_late]
     for part in now:
         part.start()
@@ -225,7 +225,7 @@ def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
 def _pieces_of_processes(
     shape: Sequence[int], padded: Sequence[int], sharding: Any, chunks: Sequence[int]
 ) -> list[tuple[int, Box]]:
-    """What processes have of chunks that they share, as where a shard has a large prime size."""
+    """The boxes of chunks that processes share, as where a shard has a large prime size."""
     if jax.process_count() == 1:
         return []
     owners: dict[tuple[tuple[int, int], ...], int] = {}
@@ -246,7 +246,7 @@ def _is_copied(x: jax.Array) -> bool:
 
 
 def _on_host(data: Any, inside: Box, is_cut: bool) -> np.ndarray:
-    """Some of a leaf's part on the host, where nobody changes it."""
+    """Some of a leaf's part on the host, where nothing changes it."""
     if isinstance(data, LeafSource):  # Nobody else has what it reads.
         return data.read(inside[0] if is_cut else ...)
     if isinstance(data, NVMePart):

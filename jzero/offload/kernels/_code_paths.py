@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code path of each output of an update, decided by one pass over its equations.
+"""How each output of an update is computed, decided in one pass over its equations.
 
-Seen from an output, its elementwise equations reach back to leaves of as many elements, and to scalars. If
-they reach nothing else, a kernel computes it in one loop; scalars, and all that is behind them, are XLA's.
-Any other output (a factored moment, an orthogonalised update) is XLA's as a whole.
+From an output, elementwise equations are followed back to leaves of as many elements, and to scalars. If
+these are all there is, a kernel computes the output in one loop; XLA computes the scalars, and all behind
+them. Any other output (a factored moment, an orthogonalised update) is XLA's as a whole.
 """
 
 from __future__ import annotations
@@ -25,42 +25,29 @@ from jzero.tracing import _jaxpr, _rewrite
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
 # `(state, inputs) -> (new_state, outputs)`, all of them flat.
 UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Sequence[Any], Sequence[Any]]]
-# Than XLA, which does the same where llvmlite is not installed: experiments/offload/host_update/compilers.py.
+# Than XLA where llvmlite is not installed: experiments/offload/host_update/compilers.py.
 KERNELS_ARE_FASTER = 5
 
 
 class CodePath(NamedTuple):
-    """How an output is computed.
-
-    Attributes:
-      name: the output's.
-      by: 'kernel', a loop over elements, which XLA compiles if LLVM is not installed; 'XLA', as a whole; or
-        'kept' for a leaf of the state that does not change.
-      reason: why by XLA: the first equation that a loop over elements cannot do. Of a kernel: the first one
-        that XLA runs before it, reading whole leaves.
-    """
+    """How an output is computed."""
 
     name: str
+    # 'kernel' (a loop over elements), 'XLA' (as a whole), or 'kept' (a leaf that does not change)
     by: str
+    # the first equation that a loop over elements cannot do; or, of a kernel, that XLA runs before it on
+    # whole leaves
     reason: str = ""
 
 
 class Group(NamedTuple):
-    """Outputs that one loop computes, over leaves of as many elements each.
+    """Outputs that one loop computes, over leaves of as many elements each."""
 
-    Attributes:
-      size: the number of elements.
-      eqns: elementwise equations, in order.
-      reads: leaves that are read.
-      scalars: values of one element that are read.
-      writes: for each output, its index and the value that becomes it.
-    """
-
-    size: int
-    eqns: list[_jaxpr.Eqn]
+    size: int  # in elements
+    eqns: list[_jaxpr.Eqn]  # elementwise, in order
     reads: list[_jaxpr.Var]
-    scalars: list[_jaxpr.Var]
-    writes: list[tuple[int, _jaxpr.Atom]]
+    scalars: list[_jaxpr.Var]  # values of one element that are read
+    writes: list[tuple[int, _jaxpr.Atom]]  # the index of each output, and its value
 
     def nbytes(self) -> int:
         """What the loop moves."""
@@ -132,7 +119,7 @@ class CodePathFinder:
         )
 
     def buffers(self, index: int) -> set[_jaxpr.Var]:
-        """The leaves that a kernel's output reads, and the one in whose place it is written."""
+        """The leaves that a kernel's output reads, and the one that it replaces."""
         _, leaves, _ = self._reach([self.jaxpr.outvars[index]])
         return {*leaves, *self.jaxpr.invars[index : index + 1][: index < self.num_state]}
 
@@ -160,24 +147,13 @@ class CodePathFinder:
 def groups(analysis: CodePathFinder, outputs: Sequence[int]) -> list[Group]:
     """Puts outputs that share a leaf into one group, so that it is read once.
 
-    So no group reads what another one writes in place.
+    So no group reads what another one overwrites.
     """
     return [analysis.group(together) for together in grouped(outputs, analysis.buffers)]
 
 
 class TracedUpdate:
-    """An update as equations, without calls and cheap branches, and by what each of its outputs is computed.
-
-    Attributes:
-      state, inputs: shapes and dtypes of what it is given.
-      new_state, outputs: of what it makes.
-      names: of the leaves of the state, then of the outputs.
-      jaxpr: all of it; JAX 0.12 makes arguments of its constants.
-      flat: the same, to be read.
-      consts: values of `flat.constvars`.
-      code_paths: of each output, the new state first.
-      groups: what kernels compute.
-    """
+    """An update as equations, without calls and cheap branches, and how each of its outputs is computed."""
 
     def __init__(
         self, update: UpdateFn, state: Sequence[Any], inputs: Sequence[Any],
@@ -189,12 +165,14 @@ class TracedUpdate:
         self.new_state, self.outputs = map(
             tuple, jax.tree.unflatten(traced.out_tree, traced.out_avals)
         )
+        # Of the leaves of the state, then of the outputs.
         self.names = names or numbered("state", self.state) + numbered("outputs", self.outputs)
         calls = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
         self.flat, self.consts = _rewrite.select_branches(*calls, is_cheap)
+        # To be run, where `flat` is to be read: JAX 0.12 makes arguments of its constants.
         self.jaxpr = _jaxpr.replaced(traced.jaxpr, **self.flat._asdict())
         finder = CodePathFinder(self.flat, len(self.state))
-        # A new state of more or fewer leaves `HostUpdate` refuses.
+        # `HostUpdate` refuses a new state of more or fewer leaves.
         named = zip(range(len(self.flat.outvars)), self.names, strict=False)
         self.code_paths = tuple(finder.code_path(i, name) for i, name in named)
         self.groups = groups(finder, self._by(KERNEL))
@@ -223,10 +201,7 @@ class TracedUpdate:
         ]
 
     def inputs_in_tiles(self, resident: Collection[int] = ()) -> set[int]:
-        """The inputs that kernels alone read, element by element with state that comes in tiles, by index.
-
-        Nothing may be `untiled` of the state.
-        """
+        """The indices of inputs that kernels alone read, beside state that comes in tiles."""
         num = len(self.state)
         leaves, inputs = self.flat.invars[:num], self.flat.invars[num:]
         in_tiles = {var for i, var in enumerate(leaves) if i not in resident}
@@ -243,7 +218,7 @@ def numbered(name: str, values: Sequence[Any]) -> list[str]:
 
 
 def no_kernels() -> str:
-    """Why XLA compiles all loops, and what to do about it; nothing if LLVM does."""
+    """Why XLA compiles all loops, and what to do about it; '' if LLVM does."""
     if _machine.llvm() is not None:
         return ""
     return (

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostUpdate: an optimizer's update of state that is stored in host memory, at the speed of that memory.
+"""`HostUpdate`: an optimizer's update of state in host memory, at the speed of that memory.
 
     new_state, outputs = update(state, inputs)    # any function of flat arrays, as JAX traces it
 
-runs in three parts, each of which ends before the next one starts:
+runs in three parts, one after the other:
 
 1. `prepare`: XLA computes every value of one element (counts, schedules, bias corrections, norms), and the
    leaves that are not elementwise.
-2. `run`: kernels compute the elementwise leaves, in the place of the old state: one loop for a parameter with
-   its moments, its gradient and its copy in 16 bits.
-3. XLA's leaves are copied into their places in the state.
+2. `run`: kernels compute the elementwise leaves, in place: one loop for a parameter with its moments, its
+   gradient and its copy in 16 bits.
+3. XLA's leaves are copied into the state.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class HostUpdate:
         for state, inputs, outputs in shards:
             state[:], outputs[:] = update(state, inputs)
 
-    with every elementwise leaf read once and written once, and no second copy of it at any time. One call at
-    a time, from Python and not from a callback of a running program: it waits for XLA's threads.
+    with every elementwise leaf read once and written once, and never a second copy of it. One call at a time,
+    from Python and not from a callback of a running program: it waits for XLA's threads.
 
         engine.prepare(states, inputs)
         for done in engine.run(outputs):
@@ -75,10 +75,6 @@ class HostUpdate:
 
     Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
     1.2e-38 as zero. `jax.jit` may round less often (fused multiply-adds), by an ULP or two.
-
-    Attributes:
-      outputs: shapes and dtypes of a shard's outputs beside the new state.
-      code_paths: of each leaf of the state, then of each output: by what it is computed, and why.
     """
 
     def __init__(
@@ -95,20 +91,11 @@ class HostUpdate:
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
-        Args:
-          update: `(state, inputs) -> (new_state, outputs)`, all of them flat; or the same, traced, with what
-            follows up to `names`.
-          state: shapes and dtypes of one shard's state.
-          inputs: those of its inputs.
-          names: of the leaves of the state, then of the outputs, for messages and `describe`.
-          threads: how many update; `default_threads()` by default.
-          chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
-            are there. Leaves that are updated in one loop are not cut.
-          helpers: threads that help; its own by default.
-          by: what compiles its loops; LLVM by default, or XLA where that is not installed.
-
-        Raises:
-          StateError: a leaf cannot be updated in place.
+        `update` may be traced already; then `state`, `inputs` (shapes and dtypes of one shard's) and `names`
+        (of the leaves of the state, then of outputs) are not needed. About `chunk_bytes` of each shard are
+        read and written until `run` reports outputs; leaves that are updated in one loop are not cut. `by`
+        compiles the loops: LLVM by default, or XLA where that is not installed. Raises a `StateError` if a
+        leaf cannot be updated in place.
         """
         if not isinstance(update, TracedUpdate):
             update = TracedUpdate(update, state, inputs, names)
@@ -130,18 +117,18 @@ class HostUpdate:
 
     def _build(self, chunk_bytes: int) -> None:
         flat, num_state = self._traced.flat, len(self._state)
-        # What has no outputs comes last: nobody waits for it.
+        # Groups without outputs come last: nothing waits for them.
         found = sorted(
             self._traced.groups, key=lambda group: all(i < num_state for i, _ in group.writes)
         )
         chunks = list(in_groups(found, chunk_bytes, Group.nbytes))
-        # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
+        # Slots: operands of `update`, its constants, scalars that XLA makes, then outputs.
         operands = [*flat.invars, *flat.constvars]
         scalars = dict.fromkeys(var for group in found for var in group.scalars)
         made = [var for var in scalars if var not in set(operands)]
         slots = {var: slot for slot, var in enumerate([*operands, *made])}
         read = {slots[var] for group in found for var in [*group.reads, *group.scalars]}
-        # Of inputs that no kernel reads, keys among them, nobody needs to know an address.
+        # Addresses are needed only of inputs that kernels read; keys have none.
         self._read_inputs = [
             i + num_state for i in range(len(self._inputs)) if i + num_state in read
         ]
@@ -186,21 +173,15 @@ class HostUpdate:
     def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
         """Does everything of a call that can fail, before anything is overwritten.
 
-        Waits for the inputs, and computes XLA's part.
-
-        Args:
-          states: for each shard, writable NumPy arrays in C order, best made by `host_empty`.
-          inputs: for each shard, arrays. JAX arrays in host memory are read where they are.
-
-        Raises:
-          StateError: shapes or dtypes are not those that were given before, memory is shared, or an update is
-            under way.
+        Waits for the inputs, and computes XLA's part. `states` are, for each shard, writable NumPy arrays in
+        C order, best made by `host_empty`; of `inputs`, JAX arrays in host memory are read in place. Raises a
+        `StateError` for other shapes or dtypes than traced, for shared memory, and while an update runs.
         """
         self._check_idle()
         self._prepared = self._known(states, self._addresses_of(states), inputs)
 
     def place(self, leaf: int, shards: HostMemory) -> None:
-        """After `prepare`: says where a leaf is from now on, by its index; its values are what they were."""
+        """After `prepare`: says where a leaf is from now on; its values are what they were."""
         prepared = self._prepared
         assert prepared is not None, "prepare() comes first"
         for state, x in zip(prepared.states, shards, strict=True):
@@ -210,12 +191,11 @@ class HostUpdate:
     def _check_idle(self) -> None:
         if self._running:
             raise StateError(IN_ITS_MIDDLE)
-        if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
+        if self._calls is not None:  # Its end was interrupted, too: threads still run.
             self._calls.complete()
         self._calls = self._prepared = None
 
     def _addresses_of(self, states: Sequence[HostMemory]) -> np.ndarray:
-        """Where each leaf of each shard is."""
         every = [x for state in states for x in state]
         at = self._known_state(
             every, lambda: check_given(WHO, self._names, states, self._state, write=True)
@@ -242,7 +222,7 @@ class HostUpdate:
         return _Prepared([[*state] for state in states], inputs, results, addresses)
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
-        """Inputs of each shard, which are what was traced, there, and in the host's memory."""
+        """Each shard's inputs, checked, ready, and in the host's memory."""
         check_given(WHO, self._input_names, inputs, self._inputs, write=False)
         return [on_host(shard) for shard in inputs]
 
@@ -252,17 +232,10 @@ class HostUpdate:
         inputs: Sequence[HostMemory],
         outputs: Sequence[HostMemory] = (),
     ) -> UnderWay:
-        """Begins an update, which other threads make while the caller goes on.
+        """Starts an update, which other threads make while the caller goes on.
 
-        Any number of them, of different memory, may be under way at a time, also beside `run`.
-
-        Args:
-          states: as of `prepare`.
-          inputs: the same.
-          outputs: as of `run`, if there are any; all of them are there when the update is finished.
-
-        Raises:
-          StateError: as of `prepare` and `run`. Nothing was updated.
+        Any number of them, of different memory, may run at a time, also beside `run`. Arguments and errors
+        are those of `prepare` and `run`; the outputs exist when the update is finished.
         """
         prepared = self._known(states, self._addresses_of(states), inputs)
         if self.outputs:
@@ -282,16 +255,10 @@ class HostUpdate:
     def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
         """Updates the state that was prepared, and writes the other outputs.
 
-        Args:
-          outputs: for each shard, writable NumPy arrays in C order (`make_outputs`). Memory that was written
-            before is faster than fresh one.
-
-        Yields:
-          The indices of outputs that are complete now, in every shard. Nothing happens before the first is
-          asked for; from then on the whole update is made, even for who stops asking.
-
-        Raises:
-          StateError: outputs have other shapes or dtypes. Nothing was updated.
+        `outputs` are, for each shard, writable NumPy arrays in C order (`make_outputs`); memory that was
+        written before is faster than fresh memory. Yields the indices of outputs that are complete in every
+        shard. Nothing happens before the first is requested; from then on the whole update is made, even if
+        the caller stops. Raises a `StateError` for other shapes or dtypes, and has then updated nothing.
         """
         prepared = self._with_outputs(outputs)
         self._prepared = None
@@ -340,7 +307,7 @@ class HostUpdate:
 
     @property
     def chunks(self) -> list[list[int]]:
-        """Each time that `run` says so, the outputs that are complete then."""
+        """The outputs that are complete, each time that `run` yields."""
         by_xla = [i for _, i in self._xla_outputs]
         return [done for done in (by_xla, *self._done) if done]
 
@@ -354,7 +321,7 @@ class HostUpdate:
 
 
 class _Prepared(NamedTuple):
-    """A call of which all is known: what is read and written, XLA's results, the address of every slot."""
+    """A call that is ready: what it reads and writes, XLA's results, the address of every slot."""
 
     states: list[list[Any]]
     inputs: Sequence[HostMemory]
@@ -363,18 +330,12 @@ class _Prepared(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """An update that other threads make.
-
-    Attributes:
-      helpers: these threads.
-      asked: what they do.
-      prepared: what it reads and writes; freed with it.
-      by_xla: arrays of each shard, and which of them each result of XLA's becomes when kernels are done.
-    """
+    """An update that other threads make."""
 
     helpers: JobThreads
     asked: Asked
-    prepared: _Prepared
+    prepared: _Prepared  # what it reads and writes
+    # arrays of each shard, and which of them each result of XLA becomes at the end
     by_xla: list[tuple[Sequence[HostMemory], list[tuple[int, int]]]]
 
     @property
@@ -382,18 +343,14 @@ class UnderWay(NamedTuple):
         return self.asked.is_done
 
     def finish(self) -> None:
-        """Waits for the threads, and does not help them: there are as many of them as may update."""
+        """Waits for the threads, without helping them: there are as many as may update."""
         self.helpers.wait(self.asked)
         for arrays, places in self.by_xla:
             _copy(self.prepared.results, arrays, places)
 
 
 class _XlaPart:
-    """What XLA computes of an update, on the CPU, before any of it is overwritten.
-
-    Attributes:
-      reads: the slots that it reads.
-    """
+    """What XLA computes of an update, on the CPU, before any of it is overwritten."""
 
     def __init__(
         self, jaxpr: _jaxpr.Jaxpr, wanted: Sequence[_jaxpr.Atom], slots: dict[_jaxpr.Var, int]
@@ -403,13 +360,12 @@ class _XlaPart:
         self._device = processor()
         there = jax.sharding.SingleDeviceSharding(self._device)
         self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
-        # JAX returns an argument as it came, in memory that is about to change, and its copies are not there
-        # before somebody waits for them.
+        # JAX returns an argument as it is, in memory that will be overwritten.
         self._returned = [atom in part.reads for atom in wanted]
 
     def __call__(self, shards: Sequence[HostMemory]) -> list[HostMemory]:
         """The wanted values for the operands of each shard."""
-        # A mesh around the call has other devices; a scalar of NumPy's is an implicit transfer to JAX.
+        # A mesh around the call has other devices; NumPy's scalars are implicit transfers to JAX.
         with jax.set_mesh(None), jax.transfer_guard("allow"):
             started = [
                 self._run(*(self._given(shard[slot]) for slot in self.reads)) for shard in shards
@@ -423,7 +379,7 @@ class _XlaPart:
         ]
 
     def _given(self, x: Any) -> Any:
-        # A scalar goes as NumPy's: `device_put` takes longer than all else. Of others it makes no copy.
+        # Scalars stay NumPy's: `device_put` takes longer than all else. It does not copy others.
         if not is_key(x):
             x = np.asarray(x)
             if x.size == 1:
@@ -442,8 +398,8 @@ def _copy(
 def helping_threads(num: int) -> JobThreads:
     """Threads that wait to help with updates.
 
-    Not `concurrent.futures`, whose `submit` holds locks in Python: Ctrl-C in it leaves them locked, and what
-    submits next, or the end of the process, waits for ever. See [Note: interrupts].
+    Not `concurrent.futures`, whose `submit` holds locks in Python: Ctrl-C in it leaves them locked, and the
+    next `submit`, or the end of the process, waits for ever. See [Note: interrupts].
     """
     return JobThreads([NO_BUFFER] * num)
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of elementwise equations as one loop of LLVM IR: every leaf is read once and written once.
 
-The function takes blocks of leaves, each a row of three numbers: which row of operands, the first element,
-how many. A row of operands has the address of each leaf that is read, each that is written, and each scalar.
-Threads that call it at the same time take blocks from one counter, and count in another those that are done,
-which it returns.
-Groups of one structure have the same text, and so the same machine code.
+The function takes blocks of leaves, each a row of three numbers: a row of operands, the first element, and
+the number of elements. A row of operands has the address of each leaf that is read, of each that is written,
+and of each scalar. Threads that call it at the same time take blocks from one counter, and count finished
+blocks in another, which it returns. Groups of one structure have the same text, and so the same machine code.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from jzero.tracing import _jaxpr
 # Elements at a time: a whole cache line of float32. LLVM splits it for processors with narrower registers.
 LANES = 16
 
-# Sizes of divisors whose reciprocals are taken.
+# Between these sizes, a divisor is replaced by its reciprocal.
 USUAL = (2.0**-100, 2.0**100)
 
-# Bytes that are asked for ahead of their use. A processor follows as many streams as AdamW has only within a
-# page of 4 KB; 512 and 2048 gain as much, 6 % of AdamW's time on 32M parameters.
+# Bytes that are prefetched. A processor follows as many streams as AdamW has only within a page of 4 KB; 512
+# and 2048 gain as much, 6 % of AdamW's time on 32M parameters.
 _AHEAD = 1024
 
 _TEXT = """\
@@ -139,7 +138,7 @@ def divisor_of(eqn: _jaxpr.Eqn) -> _jaxpr.Var | None:
 
 
 def divisors_of(group: Group) -> dict[_jaxpr.Var, _jaxpr.Var]:
-    """What leaves are divided by and has one value: the scalar that it is, or is made of by a broadcast."""
+    """Divisors of leaves that have one value: the scalar that each is, or is a broadcast of."""
     spread = {var: var for var in group.scalars}
     for eqn in group.eqns:
         if is_same(eqn) and not _jaxpr.is_literal(eqn.invars[0]) and eqn.invars[0] in spread:
@@ -151,10 +150,10 @@ def divisors_of(group: Group) -> dict[_jaxpr.Var, _jaxpr.Var]:
 def _reciprocals(
     writer: Writer, divisors: dict[_jaxpr.Var, str]
 ) -> tuple[str, dict[_jaxpr.Var, str]]:
-    """One over each scalar, and whether all are far from where that is zero, infinite, or not normal.
+    """One over each scalar, and whether all reciprocals are normal numbers.
 
     XLA multiplies by the reciprocal, too: a division takes as long as ten other operations, and AdamW has two
-    of them for its bias corrections. By what is too large or too small for that, elements are divided, one by
+    of them for its bias corrections. By a scalar that is too large or too small, elements are divided one by
     one.
     """
     usual, found = "true", {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over blocks of leaves: which block is at which address, and the threads that share them.
+"""Loops over blocks of leaves: the addresses of blocks, and the threads that share them.
 
-LLVM, where llvmlite is installed, makes what runs over a block, and is called here; elsewhere XLA:CPU does
+LLVM, where llvmlite is installed, compiles what runs over a block, and is called here; elsewhere XLA:CPU does
 (`_xla_loops.py`). Both take the same groups of equations and the same tables of addresses, and make the same
 bits.
 """
@@ -20,17 +20,16 @@ import numpy as np
 from jzero.offload.kernels._machine import callable_at, compiled
 from jzero.offload.nvme._job_threads import Asked, JobThreads
 
-# Elements of a block. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
-# 1 to 2 % longer), and little enough that threads end together.
+# Elements of a block. AdamW reads 1 MB of it: so much that taking the next block costs nothing (half of it
+# takes 1 to 2 % longer), and so little that threads end together.
 BLOCK = 1 << 16
-# A counter is two numbers on cache lines of their own: which block is next, and, so many numbers behind it,
-# how many are done.
+# A counter is two numbers on cache lines of their own: the next block and, so many numbers behind it, the
+# number of finished blocks.
 FINISHED = 16
-UPDATE = "jzero: update"  # as traces have it
+UPDATE = "jzero: update"  # in traces
 UPDATE_FUNCTION = "update"  # the name of a kernel in LLVM IR
 
-# Calls one kernel after the other. In LLVM, so that a thread is not held up between two of them by one that
-# has the interpreter's lock.
+# Calls one kernel after the other; in LLVM, so that no thread waits for the interpreter's lock between two.
 DRIVE = """\
 define i64 @drive(ptr %calls, i64 %num_calls) {
 entry:
@@ -64,32 +63,24 @@ end:
 
 
 class BlockLoop(NamedTuple):
-    """What one program does, and all the leaves that it runs over.
+    """A program, and all the leaves that it runs over."""
 
-    Attributes:
-      program: LLVM's is the address of `(operands, blocks, number of blocks, counter) -> blocks that are
-        done`, XLA's an `XlaProgram`.
-      sizes: elements of each leaf, or how many of them it runs over.
-      slots: for each leaf, those of its operands.
-      firsts: the first element of each leaf that is run over; 0 of each by default.
-    """
-
+    # of LLVM: the address of `(operands, blocks, number of blocks, counter) -> blocks that are done`; of
+    # XLA: an `XlaProgram`
     program: Any
-    sizes: Sequence[int]
-    slots: Sequence[Sequence[int]]
-    firsts: Sequence[int] = ()
+    sizes: Sequence[int]  # elements of each leaf, or how many of them are run over
+    slots: Sequence[Sequence[int]]  # of each leaf's operands
+    firsts: Sequence[int] = ()  # the first element of each leaf; 0 by default
 
 
 class Calls(abc.ABC):
-    """The loops of one call of an update. While one is at work nothing that it reads or writes is freed."""
+    """The loops of one call of an update. While they run, nothing that they read or write is freed."""
 
     @abc.abstractmethod
     def share(self, threads: int, alone: bool) -> Asked:
-        """Begins in other threads; nobody has to wait for them to begin.
+        """Starts up to `threads` threads; nothing waits for them to start.
 
-        Args:
-          threads: how many may work at a time.
-          alone: without the caller, who is one of them otherwise. All is done then when what is asked is.
+        The caller is one of them, unless `alone`: then all is done when what this returns is.
         """
 
     @abc.abstractmethod
@@ -98,13 +89,13 @@ class Calls(abc.ABC):
 
     @abc.abstractmethod
     def complete(self) -> None:
-        """Returns when all is done, whatever was interrupted before."""
+        """Returns when all is done, even if it was interrupted before."""
 
 
 class BlockLoops(abc.ABC):
     """Chunks of loops over the leaves of several shards, all of the same shapes.
 
-    Made once; what changes from call to call are addresses.
+    Made once; only addresses change from call to call.
     """
 
     @abc.abstractmethod
@@ -113,19 +104,13 @@ class BlockLoops(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def program(text: str, dtypes: tuple[str, ...], group: Any) -> Any:
-        """What a `BlockLoop` runs; equal ones are compiled once.
-
-        Args:
-          text: LLVM IR.
-          dtypes: of its operands.
-          group: the equations that it is of (`Group`).
-        """
+        """The program of a group of equations, compiled once for equal texts and dtypes of operands."""
 
     @abc.abstractmethod
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> Calls:
-        """What there is to do in a call, with the help of threads of a pool.
+        """The loops of a call, which threads of a pool share.
 
-        `addresses` are those of all slots, for each shard, in `memory`.
+        `addresses` are those of all slots, for each shard, in `memory`, which is kept alive.
         """
 
 
@@ -148,7 +133,7 @@ class KernelLoops(BlockLoops):
             start += own.nbytes
 
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> KernelCalls:
-        # Of its own: the call before may still be under way, on other memory.
+        # Tables of its own: the call before may still run, on other memory.
         operands = addresses.reshape(-1)[self._slots]
         table = self._calls.copy()
         table[:, 1] += operands.ctypes.data
@@ -157,7 +142,7 @@ class KernelLoops(BlockLoops):
 
 @functools.cache
 def _drive() -> Callable[[int, int], int]:
-    """Works on some calls, as many threads as like to; returns how many of them are not done."""
+    """Works on some calls, with any number of threads; returns how many of them are not done."""
     return callable_at(compiled(DRIVE, "drive"))
 
 
@@ -175,13 +160,12 @@ class KernelCalls(Calls):
         self._drive, self._pool, self._is_over = _drive(), pool, False
 
     def share(self, threads: int, alone: bool) -> Asked:
-        """Each works on all chunks, in order, until no block is left to take."""
         self._pool.start()
         num = min(threads, int(self._table[:, 3].sum())) - (not alone)
         return self._pool.ask([lambda _: self._help()] * num)
 
     def _help(self) -> None:
-        if self._is_over:  # One that comes late is no update in a trace (test_annotations.py).
+        if self._is_over:  # A late thread shows no update in a trace (test_annotations.py).
             return
         with jax.profiler.TraceAnnotation(UPDATE):
             self._drive(self._at, len(self._table))
@@ -190,7 +174,7 @@ class KernelCalls(Calls):
         first, end = self._ends[chunk : chunk + 2]
         with jax.profiler.TraceAnnotation(UPDATE):
             while self._drive(self._at + first * self._row, end - first):
-                time.sleep(0)  # Others are at their last blocks.
+                time.sleep(0)  # Other threads run their last blocks.
         self._is_over = end == len(self._table)
 
     def complete(self) -> None:

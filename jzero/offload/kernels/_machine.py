@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: its processors as a device of JAX, and LLVM IR as machine code, with llvmlite."""
+"""The processors of this machine as a device of JAX, and LLVM IR as machine code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 def processor(platform: str = "cpu") -> jax.Device:
-    """The host as a device of JAX.
-
-    Raises:
-      MeshError: JAX runs without it.
-    """
+    """The host as a device of JAX; raises a `MeshError` if JAX runs without it."""
     try:
         return jax.local_devices(backend=platform)[0]
     except RuntimeError as error:
@@ -61,7 +57,7 @@ def compiled(text: str, name: str) -> int:
 
 
 def callable_at(address: int) -> Callable[[int, int], int]:
-    """The function `int64(address, int64)` there. It lets go of the interpreter's lock while it runs."""
+    """The function `int64(address, int64)` there; it releases the interpreter's lock while it runs."""
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(address)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise primitives as LLVM instructions: one table from primitive to the lines it becomes.
+"""Elementwise primitives as LLVM instructions: one table from primitive to its lines.
 
 An equation without an entry, or with a dtype that `TYPES` lacks, is left to XLA: a missing entry costs
 speed and never a wrong result.
@@ -18,7 +18,7 @@ KernelOp = Callable[..., str]
 
 
 def op_for(eqn: _jaxpr.Eqn) -> KernelOp | None:
-    """What computes `eqn` element by element; None if nothing here does."""
+    """What computes `eqn` element by element; None if there is no entry."""
     if (
         not eqn.invars
         or len(eqn.outvars) != 1
@@ -34,7 +34,7 @@ def op_for(eqn: _jaxpr.Eqn) -> KernelOp | None:
 
 
 def is_cheap(eqn: _jaxpr.Eqn) -> bool:
-    """Whether a kernel may compute `eqn` to no avail: its memory is what takes the time."""
+    """Whether a kernel may compute `eqn` even if its result is not used: memory is what takes the time."""
     scalars = all(size_of(atom) == 1 for atom in [*eqn.invars, *eqn.outvars])
     return op_for(eqn) is not None or (scalars and not _jaxpr.inner_jaxprs(eqn))
 
@@ -49,7 +49,7 @@ def is_same(eqn: _jaxpr.Eqn) -> bool:
 
 
 def write(writer: Writer, eqn: _jaxpr.Eqn, args: list[str]) -> str:
-    """Adds the lines of an equation that `op_for` knows; returns the register of its result."""
+    """Adds the lines of an equation with an entry; returns the register of its result."""
     op = op_for(eqn)
     assert op is not None, eqn
     result, name = op(writer, eqn, *args), eqn.primitive.name
@@ -59,7 +59,7 @@ def write(writer: Writer, eqn: _jaxpr.Eqn, args: list[str]) -> str:
 
 
 def _dtype(eqn: _jaxpr.Eqn) -> str:
-    # Of `select_n` the cases'; of all others every operand's.
+    # That of all operands; of `select_n`, of the cases.
     return dtype_of(eqn.invars[-1])
 
 
@@ -245,15 +245,15 @@ OPS: dict[tuple[str, str], KernelOp] = {
     **{("clamp", kind): _clamp for kind in ("float", "signed", "unsigned")},
     ("convert_element_type", "any"): _convert,
     ("select_n", "any"): _select_n,
-    # Values of as many elements hold them in the same order: nothing moves.
+    # The order of elements stays: nothing moves.
     **{
         (name, "any"): _same
         for name in ("reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient")
     },
 }  # fmt: skip
 
-# What needs no rounding to 16 bits: it is one of the operands, perhaps with another sign, or 1, or was
-# rounded where it was made.
+# Results that need no rounding to 16 bits: one of the operands, perhaps with another sign, or 1, or rounded
+# already.
 ROUNDED = {
     "neg", "abs", "sign", "max", "min", "clamp", "select_n", "reshape", "squeeze", "broadcast_in_dim",
     "copy", "stop_gradient", "square", "integer_pow",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: ranges of elements of leaves that are updated together, so many bytes of state at a time."""
+"""Tiles: ranges of elements of leaves that are updated together, a limited number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -12,34 +12,25 @@ import jax
 
 from jzero.offload.nvme._layout import LINE, PAGE, TileLayout, whole_lines, whole_pages
 
-# Elements: a range that is cut is cut there, so that every part but a leaf's last fills whole vectors.
+# Ranges are cut at multiples of so many elements, so that every part but the last fills whole vectors.
 GRAIN = 64
 
 
 class Together(NamedTuple):
-    """Leaves that are updated together, element by element.
+    """Leaves that are updated together, element by element."""
 
-    Attributes:
-      leaves: of the state, by index; none if what they make reads no state.
-      itemsizes: of each.
-      size: elements of each.
-      chunk: with which others it is complete.
-      lone: those of the leaves that are also read by themselves.
-      num_slices: into how many equal ranges of elements the leaves are cut, before they are cut into tiles.
-      gradients: what comes with the leaves and is no state, by index among the inputs of the update, and how
-        many bytes an element of it has. They have pages of their own, like lone leaves.
-    """
-
-    leaves: tuple[int, ...]
-    itemsizes: tuple[int, ...]
-    size: int
-    chunk: int
-    lone: frozenset[int] = frozenset()
-    num_slices: int = 1
+    leaves: tuple[int, ...]  # of the state, by index; none if what they make reads no state
+    itemsizes: tuple[int, ...]  # of each
+    size: int  # elements of each
+    chunk: int  # after which their outputs are complete
+    lone: frozenset[int] = frozenset()  # those of the leaves that are also read by themselves
+    num_slices: int = 1  # equal ranges of elements, which are then cut into tiles
+    # inputs that come with the leaves, by index, and their itemsizes; they have pages of their own, like
+    # lone leaves
     gradients: tuple[tuple[int, int], ...] = ()
 
     def nbytes(self, count: int) -> int:
-        """Of so many elements of each leaf in a tile, and of their gradients."""
+        """Of `count` elements of each leaf in a tile, and of their gradients."""
         state = sum(
             (whole_pages if leaf in self.lone else whole_lines)(count * itemsize)
             for leaf, itemsize in zip(self.leaves, self.itemsizes, strict=True)
@@ -47,33 +38,22 @@ class Together(NamedTuple):
         return state + sum(whole_pages(count * itemsize) for _, itemsize in self.gradients)
 
     def least_bytes(self, count: int) -> int:
-        """In which so many elements have room, whatever the last pages of lone leaves have left."""
+        """A size in which so many elements fit wherever the pages of lone leaves begin."""
         every = [*self.itemsizes, *(itemsize for _, itemsize in self.gradients)]
         lines = sum(whole_lines(count * itemsize) for itemsize in every)
         return lines + (len(self.lone) + len(self.gradients)) * (PAGE - LINE)
 
 
 class Span(NamedTuple):
-    """A range of elements of leaves that are updated together.
+    """A range of elements of leaves that are updated together."""
 
-    Attributes:
-      together: which of them, by index.
-      first: its first element.
-      num: how many elements.
-    """
-
-    together: int
+    together: int  # by index
     first: int
-    num: int
+    num: int  # of elements
 
 
 class Tile(NamedTuple):
-    """What is updated at a time.
-
-    Attributes:
-      spans: what is in it.
-      chunk: of which it is a part.
-    """
+    """What is updated at a time."""
 
     spans: tuple[Span, ...]
     chunk: int
@@ -82,8 +62,8 @@ class Tile(NamedTuple):
 def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
     """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two chunks.
 
-    Of leaves of as many slices each, the first slices come first, and so on, as iterations of a loop read
-    them. A slice may be cut into tiles; its elements are of no extent that has elements of another one.
+    Of leaves with as many slices each, the first slices come first, and so on, as iterations of a loop read
+    them. A slice may be cut into tiles; no extent has elements of two slices.
     """
     tile_bytes = max(tile_bytes, least_bytes(found))
     for chunk, members in itertools.groupby(enumerate(found), lambda pair: pair[1].chunk):
@@ -104,7 +84,7 @@ def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
 
 
 def ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:
-    """Of each leaf in a tile: the range, which leaf, bytes of an element; in the order of `laid_out`.
+    """The range, the leaf and the itemsize of each part of a tile, in the order of `laid_out`.
 
     Lone leaves come last, side by side.
     """
@@ -120,13 +100,9 @@ def of_whole_leaves(
     leaves: Sequence[jax.ShapeDtypeStruct], num_slices: Sequence[int], names: Sequence[str],
     tile_bytes: int,
 ) -> TileLayout:  # fmt: skip
-    """A file of leaves that nobody updates.
+    """A file of leaves that nobody updates; `leaves` are one device's shards.
 
-    Args:
-      leaves: one device's shard of each.
-      num_slices: of each lone leaf, along dim 0; 1 for one that is read whole, 0 for one that is not lone.
-      names: of each.
-      tile_bytes: of a tile, at most.
+    `num_slices` is, of each lone leaf, along dim 0; 1 for one that is read whole, 0 for one that is not lone.
     """
     found = [
         Together((i,), (x.dtype.itemsize,), x.size, 0, frozenset([i][: min(num, 1)]), max(num, 1))
@@ -136,7 +112,7 @@ def of_whole_leaves(
 
 
 def rows(tile: Tile) -> dict[Span, int]:
-    """Of each span how many ranges of the same leaves come before it in the tile.
+    """How many ranges of the same leaves come before each span in its tile.
 
     Slices of a stack are apart, and kernels count elements of a leaf from one address: each needs its own.
     """
@@ -149,7 +125,7 @@ def rows(tile: Tile) -> dict[Span, int]:
 
 
 def laid_out(tiles: Iterable[Tile], found: Sequence[Together], names: Sequence[str]) -> TileLayout:
-    """What is where in tiles, by the leaves' names."""
+    """The layout of tiles, by the leaves' names."""
     return TileLayout.of(
         [
             (names[leaf], span.first * itemsize, span.num * itemsize,
@@ -161,7 +137,7 @@ def laid_out(tiles: Iterable[Tile], found: Sequence[Together], names: Sequence[s
 
 
 def gradient_ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:
-    """The same of gradients: the range, which one, bytes of an element; in the order of `gradients_of`."""
+    """The range, the gradient and the itemsize of each part, in the order of `gradients_of`."""
     return [
         (span, i, itemsize) for span in tile.spans for i, itemsize in found[span.together].gradients
     ]
@@ -170,7 +146,7 @@ def gradient_ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, i
 def gradients_of(
     tiles: Iterable[Tile], found: Sequence[Together], names: Mapping[int, str]
 ) -> TileLayout:
-    """What is where behind tiles, of gradients; no tiles if there are none."""
+    """The layout of gradients behind tiles; no tiles if there are none."""
     layout = TileLayout.of(
         [
             (names[i], span.first * itemsize, span.num * itemsize, True)
@@ -187,7 +163,7 @@ def least_bytes(found: Sequence[Together]) -> int:
 
 
 def _slices(members: Iterable[tuple[int, Together]]) -> Iterator[Span]:
-    """All elements, slice by slice of leaves that have as many of them."""
+    """All elements, slice by slice of leaves with as many slices."""
     alike: dict[int, list[tuple[int, int]]] = {}
     for index, each in members:
         assert each.size % each.num_slices == 0, f"{each.size} elements in {each.num_slices} slices"
@@ -198,9 +174,9 @@ def _slices(members: Iterable[tuple[int, Together]]) -> Iterator[Span]:
 
 
 def _grain(each: Together, tile_bytes: int) -> int:
-    """Of so many elements a part is a multiple: whole pages of lone leaves, if a tile has room for that.
+    """Elements that a part is a multiple of: whole pages of lone leaves, if they fit into a tile.
 
-    Then all parts of a slice but its last are read to where they belong, without a copy.
+    Then all parts of a slice but its last are read in place, without a copy.
     """
     sizes = dict(zip(each.leaves, each.itemsizes, strict=True))
     lone = [sizes[leaf] for leaf in each.lone] + [itemsize for _, itemsize in each.gradients]
@@ -209,7 +185,6 @@ def _grain(each: Together, tile_bytes: int) -> int:
 
 
 def _fitting(each: Together, wanted: int, room: int, grain: int) -> int:
-    """How many of the wanted elements have room."""
     if each.nbytes(wanted) <= room:
         return wanted
     # A multiple of GRAIN elements fills whole lines, of any dtype.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of LLVM IR for values of several lanes: types, constants, loads, stores, rounding.
 
-Floats of 16 bits live in registers as float32 that a float of 16 bits can hold: each operation is done in
-float32 and rounded, as the equation that asks for it says. Types of 64 bits are left to XLA.
+Floats of 16 bits are float32 in registers, with values that 16 bits can hold: each operation is done in
+float32 and rounded where its equation says so. Types of 64 bits are left to XLA.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import numpy as np
 
 
 class Type(NamedTuple):
-    """What a dtype is in registers, in memory, and to instructions: 'float', 'signed' ... 'bool'."""
-
-    register: str
+    register: str  # in LLVM IR, as `memory`
     memory: str
-    kind: str
+    kind: str  # of instructions: 'float', 'signed', 'unsigned' or 'bool'
 
 
 TYPES = {
@@ -33,17 +31,12 @@ TYPES = {
 
 
 class Writer:
-    """Instructions in a row, on values of `lanes` elements; 1 for the elements that remain.
-
-    Attributes:
-      lines: the instructions.
-      declared: functions that they call.
-    """
+    """A sequence of instructions on values of `lanes` elements; of 1 for remaining elements."""
 
     def __init__(self, lanes: int, prefix: str):
         self.lanes = lanes
         self.lines: list[str] = []
-        self.declared: set[str] = set()
+        self.declared: set[str] = set()  # functions that they call
         self._prefix = prefix
         self._count = 0
 
@@ -59,7 +52,6 @@ class Writer:
         return name
 
     def constant(self, value: Any, dtype: str) -> str:
-        """`value` in every lane."""
         register = TYPES[dtype].register
         text = _number(value, register)
         return text if self.lanes == 1 else f"splat ({register} {text})"
@@ -76,7 +68,7 @@ class Writer:
     def intrinsic(
         self, name: str, register: str, *args: str, flag: str = "", result: str = ""
     ) -> str:
-        """Calls one of LLVM's own functions, which work on lanes."""
+        """Calls an intrinsic of LLVM, which works on lanes."""
         for of in filter(None, (result, register)):
             name += (
                 f".{'' if self.lanes == 1 else f'v{self.lanes}'}{'f32' if of == 'float' else of}"
@@ -108,7 +100,7 @@ class Writer:
         return self.let(f"select {self.many('i1')} {chosen}, {many} {yes}, {many} {no}")
 
     def load(self, pointer: str, dtype: str) -> str:
-        """Elements from memory, as registers hold them."""
+        """Elements from memory, as registers have them."""
         memory = self.many(TYPES[dtype].memory)
         x = self.let(f"load {memory}, ptr {pointer}, align {itemsize(dtype)}")
         if dtype == "bool":
@@ -120,14 +112,13 @@ class Writer:
         return x
 
     def prefetch(self, pointer: str, distance: int) -> None:
-        """Asks for the memory so many bytes behind a pointer, which need not be there."""
+        """Prefetches memory so many bytes behind a pointer; it need not exist."""
         self.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {distance}")
         # To be read, into the nearest cache, data: asking for the right to write cost what this gains.
         self.lines.append(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
 
     def store(self, x: str, pointer: str, dtype: str) -> None:
-        """Elements to memory."""
         register, memory = (self.many(name) for name in TYPES[dtype][:2])
         if dtype == "bool":
             x = self.let(f"zext {register} {x} to {memory}")
@@ -140,9 +131,9 @@ class Writer:
         self.lines.append(f"  store {memory} {x}, ptr {pointer}, align {itemsize(dtype)}")
 
     def rounded(self, x: str, dtype: str, long: bool = False) -> str:
-        """A float32 rounded to the nearest float of 16 bits, ties to even; any other as it is.
+        """A float32 rounded to the nearest float of 16 bits, ties to even; any other dtype as it is.
 
-        It may be a NaN, and a `long` one if it is not made of such floats: one with more bits than they have.
+        It may be a NaN, and with `long` a NaN of more bits than 16-bit floats have.
         """
         many = self.many("float")
         if dtype == "float16":
@@ -153,7 +144,7 @@ class Writer:
         return self._wide_bfloat16(self._bfloat16(x, long))
 
     def _bfloat16(self, x: str, long: bool) -> str:
-        """The bits of a float32 rounded to the nearest bfloat16, ties to even, as integers of 16 bits."""
+        """The bits of the nearest bfloat16, ties to even, as 16-bit integers."""
         many, short = self.many("float"), self.many("i16")
         ints = self.many("i32")
 
@@ -171,7 +162,7 @@ class Writer:
         return self.let(f"trunc {ints} {bit('lshr', up, 16)} to {short}")
 
     def _wide_bfloat16(self, x: str) -> str:
-        """bfloat16, as integers of 16 bits, in float32."""
+        """bfloat16, as 16-bit integers, in float32."""
         ints = self.many("i32")
         wide = self.let(f"zext {self.many('i16')} {x} to {ints}")
         bits = self.let(f"shl {ints} {wide}, {self.constant(16, 'int32')}")

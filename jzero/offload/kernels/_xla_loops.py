@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of an update by XLA:CPU, where LLVM is not installed: the same numbers, a block at a time.
 
-XLA writes into memory of its own, so each block is copied to its place when it is there: what exists twice is
-one block, in memory that the next block uses again.
+XLA writes into memory of its own, and each block is copied to its place: only one block exists twice, in
+memory that the next block uses again.
 """
 
 from __future__ import annotations
@@ -34,19 +34,15 @@ from jzero.offload.memory._addresses import host_empty
 from jzero.offload.nvme._job_threads import Asked, JobThreads
 from jzero.tracing import _jaxpr
 
-# Elements of a block. A call costs some 0.2 ms beside its arithmetic, a quarter of the largest block's time;
-# the results of that still fit into caches. What is left of a leaf is padded to the next size.
+# Elements of a block. A call costs some 0.2 ms beside its arithmetic, a quarter of the largest block's time,
+# whose results still fit into caches. The rest of a leaf is padded to the next size.
 SIZES = (1 << 10, 1 << 14, 1 << 18)
-# By LLVM IR and dtypes of operands; as long as machine code of LLVM's.
+# By LLVM IR and dtypes of operands; kept like machine code.
 _programs: dict[tuple[str, tuple[str, ...]], XlaProgram] = {}
 
 
 class XlaProgram:
-    """What a group of equations computes, for blocks of any number of elements up to the largest of `SIZES`.
-
-    Attributes:
-      operands: the dtype of each operand: leaves that are read, that are written, and scalars.
-    """
+    """What a group of equations computes, for blocks of up to the largest of `SIZES`."""
 
     def __init__(self, group: Group, device: jax.Device):
         self._group = group
@@ -55,11 +51,11 @@ class XlaProgram:
         self.num_reads, self.num_leaves = len(group.reads), len(group.reads) + len(written)
         self.operands = [jnp.dtype(dtype_of(x)) for x in [*group.reads, *written, *group.scalars]]
         self._compiled: dict[int, Any] = {}
-        # Results of calls, in which the next ones write: fresh pages take longer than all else.
+        # Results of calls, for the next ones to write in: fresh pages take longer than all else.
         self._free: dict[int, list[tuple[jax.Array, ...]]] = {}
 
     def compile(self, count: int) -> None:
-        """Compiles what updates so many elements, and makes memory for it, unless that was done before."""
+        """Compiles the program for so many elements, and makes its memory, unless that was done before."""
         size = _size_for(count)
         if size in self._compiled:
             return
@@ -79,13 +75,13 @@ class XlaProgram:
         return tuple(jax.device_put(np.zeros(size, dtype), self._there) for dtype in written)
 
     def run(self, operands: Sequence[np.ndarray]) -> None:
-        """Updates a block, in its place."""
+        """Updates a block, in place."""
         reads, writes = operands[: self.num_reads], operands[self.num_reads : self.num_leaves]
         count = len(writes[0])
         size = _size_for(count)
         try:
             results = self._free[size].pop()
-        except IndexError:  # Others are at work.
+        except IndexError:  # Other threads use all.
             results = self._memory(size)
         padded = reads if count == size else [_padded(x, size) for x in reads]
         scalars = operands[self.num_leaves :]
@@ -138,7 +134,7 @@ class XlaLoops(BlockLoops):
 
 
 class XlaCalls(Calls):
-    """Programs that another thread calls, in which no interrupt leaves a block half copied."""
+    """Programs that another thread calls, so that no interrupt leaves a block half copied."""
 
     def __init__(
         self, chunks: Sequence[Sequence[tuple[XlaProgram, np.ndarray, np.ndarray]]], memory: Any,
@@ -146,7 +142,7 @@ class XlaCalls(Calls):
     ):  # fmt: skip
         self._chunks, self._memory, self._pool = chunks, memory, pool
         self._done = [Asked(1) for _ in chunks]
-        self._todo = [None]  # Taken by who does it: it is done once.
+        self._todo = [None]  # taken by the thread that does it
 
     def share(self, threads: int, alone: bool) -> Asked:
         """One thread does it; XLA has threads of its own."""
@@ -157,7 +153,7 @@ class XlaCalls(Calls):
         self._pool.wait(self._done[chunk])
 
     def complete(self) -> None:
-        """Begins, if nobody has, and waits for everything."""
+        """Starts the programs, if nothing has, and waits for all."""
         if not all(done.is_done for done in self._done):
             self._pool.wait(self.share(1, alone=True))
         for chunk in range(len(self._chunks)):
@@ -178,7 +174,7 @@ class XlaCalls(Calls):
 
 
 def _operands(program: XlaProgram, at: Sequence[int], first: int, count: int) -> list[np.ndarray]:
-    """The operands of a block, where they are: leaves that begin at these addresses, and scalars."""
+    """The operands of a block, in place: leaves that start at these addresses, and scalars."""
     found = []
     for k, (address, dtype) in enumerate(zip(at, program.operands, strict=True)):
         shape, start = ((count,), first) if k < program.num_leaves else ((), 0)
@@ -203,9 +199,9 @@ def _function(group: Group, size: int) -> Callable[..., tuple[jax.Array, ...]]:
 class _Arithmetic:
     """Equations as kernels compute them: one by one, each rounded to its dtype.
 
-    XLA takes liberties with what real numbers do not tell apart: it fuses a product into a sum, multiplies by
-    a reciprocal, divides once by a product. So results are hidden from it: among their bits are some that it
-    does not know, and that are zero.
+    XLA replaces operations that are equal in real numbers: it fuses a product into a sum, multiplies by a
+    reciprocal, divides once by a product. So each result is hidden from it, by or-ing bits that are zero,
+    which XLA does not know.
     """
 
     def __init__(
@@ -214,7 +210,7 @@ class _Arithmetic:
     ):  # fmt: skip
         self._group, self._scalars, self._values = group, scalars, dict(leaves)
         self._shape = (size,)
-        # Of a leaf: of what is the same for all elements, XLA computes one.
+        # From a leaf: XLA computes what is the same for all elements once.
         bits = [_bits(x).astype(jnp.int32) for x in leaves.values()][:1]
         self._zeros = functools.reduce(jnp.bitwise_and, bits, jnp.broadcast_to(zero, self._shape))
         self._divisors = divisors_of(group)
@@ -226,7 +222,7 @@ class _Arithmetic:
     def results(self) -> tuple[jax.Array, ...]:
         for eqn in self._group.eqns:
             self._values[eqn.outvars[0]] = self._result(eqn)
-        # One that is an operand JAX would return where it is, in memory that is overwritten.
+        # Copies, as JAX would return an operand in place, in memory that is overwritten.
         return tuple(jnp.copy(self._read(atom)) for _, atom in self._group.writes)
 
     def _read(self, atom: _jaxpr.Atom) -> jax.Array:

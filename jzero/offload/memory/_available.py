@@ -15,7 +15,7 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import PINNED, HostNeed
 from jzero._quantities import readable_bytes
 
-ROOT = Path("/")  # of the file system that tells
+ROOT = Path("/")  # tests have another one
 POOLED = ("gpu",)  # backends that pin memory out of a pool of bounded size
 # By XLA's sources the pool doubles when it grows, so it may take twice what is asked of it.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -27,26 +27,15 @@ _LESS = (
 
 
 class Shortage(NamedTuple):
-    """More is needed of some memory than is left of it.
+    """A memory that would not suffice, in the words of an error."""
 
-    Attributes:
-      found: what is needed, and what is left.
-      rule: why.
-      edit: what to do.
-    """
-
-    found: str
+    found: str  # what is needed, and what is left
     rule: str
     edit: str
 
 
 def shortage(needs: Sequence[HostNeed], mesh: Mesh) -> Shortage | None:
-    """What speaks against taking all of this, or None; each process counts for itself alone.
-
-    Args:
-      needs: of this process's devices together, beyond what it has.
-      mesh: whose devices they are.
-    """
+    """What is missing for all these needs of this process's devices, or None."""
     pinned = [need for need in needs if need.tier == PINNED]
     most, pool = sum(need.nbytes for need in needs), sum(need.nbytes for need in pinned)
     if most and (left := available()) is not None and most > left:
@@ -80,7 +69,7 @@ def check(who: str, found: Shortage | None) -> None:
 
 
 def left_in_pool(platform: str) -> int | None:
-    """Bytes that this process can still pin; None if nothing but the host's memory bounds them.
+    """Bytes that this process can still pin; None if only the host's memory limits them.
 
     XLA's client for GPUs has one pool for all of a process's devices (`GetGpuHostAllocator`).
     """
@@ -90,13 +79,12 @@ def left_in_pool(platform: str) -> int | None:
 
 
 def pinned_bytes(platform: str) -> int:
-    """Bytes of pinned memory that arrays of this process have."""
+    """Bytes of pinned memory in this process's arrays."""
     found: dict[int, int] = {}
     for x in jax.live_arrays(platform):
         if x.sharding.memory_kind == PINNED:
-            for (
-                shard
-            ) in x.addressable_shards:  # An array and that of one of its shards are one buffer.
+            # An array and that of one of its shards are one buffer.
+            for shard in x.addressable_shards:
                 found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
     return sum(found.values())
 
@@ -112,20 +100,20 @@ def _pool() -> int:
 def available() -> int | None:
     """Bytes that this process can still use: the machine's, or its control group's if that has less.
 
-    Linux only; None elsewhere, and if nothing says it. Caches of files count as available.
+    None where nothing says it, as outside of Linux. Caches of files count as available.
     """
     machine = _numbers(ROOT / "proc/meminfo").get("MemAvailable:")
     found = [] if machine is None else [1024 * machine]
     return min([*found, *_left_in_groups()], default=None)
 
 
-# Of control groups, version 1 and 2: where they are, the limit, what is used, and how caches are called.
+# Control groups of version 1 and 2: where they are, files of limit and use, and the prefix of cache sizes.
 _V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What is left of each limit that holds for this process: of its groups and of those around them."""
+    """What is left of each limit of this process: of its control groups and those around them."""
     for line in _lines(ROOT / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
@@ -135,10 +123,8 @@ def _left_in_groups() -> Iterator[int]:
         inner = ROOT / top / path.strip("/")
         for group in [inner, *inner.parents]:
             if (most := "".join(_lines(group / limit))).isdecimal():
-                held, stat = (
-                    int("".join(_lines(group / used)) or 0),
-                    _numbers(group / "memory.stat"),
-                )
+                held = int("".join(_lines(group / used)) or 0)
+                stat = _numbers(group / "memory.stat")
                 caches = [stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive")]
                 yield int(most) - held + sum(caches)
             if group == ROOT / top:
@@ -146,7 +132,6 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
     return {name: int(rest[0]) for name, *rest in map(str.split, _lines(file)) if rest}
 
 

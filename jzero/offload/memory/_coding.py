@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves into rows of codes and back, each device its own part: no values move."""
+"""Encodes leaves as rows of codes and decodes them; each device its own part."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from jzero.sharding.plan._quantized_form import QuantizedForm
 def encoded(
     x: jax.Array, form: QuantizedForm, sharding: NamedSharding
 ) -> tuple[jax.Array, jax.Array]:
-    """A leaf on the devices, each its padded part of it, as rows in their `sharding`, and its error.
+    """A leaf on the devices, in its padded parts, as rows in their `sharding`; and its error.
 
-    Returns:
-      `uint8[form.rows_shape]`, and float[4]: of the leaf's finite elements the sum of squares of what was
-      rounded off, that of the elements, the largest element rounded off, and the largest element.
+    Returns `uint8[form.rows_shape]` and float[4], over the leaf's finite elements: the sum of squares of
+    rounding errors, that of the elements, the largest rounding error, and the largest element.
     """
     rows, error = _encoder(form, sharding)(x)
     return rows, error
@@ -49,7 +48,7 @@ def _encoder(form: QuantizedForm, sharding: NamedSharding) -> Any:
 
 
 def decoded(rows: jax.Array, form: QuantizedForm, sharding: NamedSharding) -> jax.Array:
-    """Rows on the devices as the leaf, `[..., n, d]` with padding, each device its part; see `encoded`."""
+    """Rows on the devices as the leaf `[..., n, d]`, with padding, each device its part."""
     x: jax.Array = _decoder(form, sharding)(rows)
     return x
 
@@ -68,7 +67,7 @@ def _own(rows: jax.Array, form: QuantizedForm) -> jax.Array:
 
 
 def axes_of(form: QuantizedForm, sharding: NamedSharding) -> tuple[str, ...]:
-    """The mesh axes over which the devices divide the rows."""
+    """The mesh axes over which rows are sharded."""
     if form.rows_dim is None or form.rows_dim >= len(sharding.spec):
         return ()
     entry = sharding.spec[form.rows_dim]
@@ -76,7 +75,7 @@ def axes_of(form: QuantizedForm, sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def plain_sharding(form: QuantizedForm, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of the padded leaf whose rows have this one, in the devices' memory."""
+    """The sharding, in the devices' memory, of the padded leaf whose rows have this one."""
     return NamedSharding(sharding.mesh, _spec(form, sharding))
 
 

@@ -14,29 +14,22 @@ from jzero.offload.memory._storage import HostPlacement, Parts, Storage, consume
 
 
 class FileStorage(Storage):
-    """Files of the devices' host: each use reads them, device by device, and nothing keeps what was read.
+    """A leaf in files of the devices' host: each use reads them, device by device, and nothing is cached.
 
-    It is there until the step after it.
-
-    Attributes:
-      placement: which parts of the leaf this process has, and in which shape.
+    It exists until the step after it.
     """
 
     where = "in files"
 
     def __init__(self, placement: HostPlacement, store: NVMeStore, name: str):
-        """A leaf of the step that the files are about to have, or have, and its name there."""
+        """A leaf, by its name, of the step that the files have, or are about to have."""
         self.placement = placement
         self._store: NVMeStore | None = store
         self._name, self._step = name, store.newest
 
     @property
     def store(self) -> NVMeStore:
-        """The files that it is in.
-
-        Raises:
-          StateError: a step has consumed it.
-        """
+        """The files that it is in; raises a `StateError` if a step has consumed it."""
         store = self._store  # Read once: a step of another thread may consume it at any line.
         if store is None or store.newest != self._step:
             raise consumed(self)
@@ -44,7 +37,7 @@ class FileStorage(Storage):
 
     @property
     def aval(self) -> Any:
-        """Which parts of it are there, and where in the files."""
+        """Its parts, and their places in the files."""
         store = self._store
         return self.placement, None if store is None else store.spec.layouts
 
@@ -63,13 +56,9 @@ class FileStorage(Storage):
         return store is None or store.newest != self._step
 
     def parts(self, reader: TileReader | None = None) -> Parts:
-        """The parts that this process has, each once; each use of one reads it.
+        """Each part that this process has, once; each use of one reads it.
 
-        Args:
-          reader: has pinned this step; by default they must be read before the next one.
-
-        Raises:
-          StateError: a step has consumed it.
+        By default they must be read before the next step; `reader` may have pinned this one.
         """
         store, boxes = self.store, self.placement.boxes()
         reader = reader or store.files
@@ -81,15 +70,11 @@ class FileStorage(Storage):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer for `read_range`.
-
-        Raises:
-          StateError: a step has consumed it.
-        """
+        """Bytes of a buffer for `read_range`."""
         return self.store.buffer_bytes(self._name)
 
     def pieces(self, file: int, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Parts of about `nbytes` of bytes `start` to `stop` of a device's part, each read by itself."""
+        """Ranges of about `nbytes` in bytes `start` to `stop` of a device's part, each read by itself."""
         first, last = start, start
         for place in self.store.spec.places(file, self._name, start, stop):
             end = min(stop, place.extent.start + place.extent.nbytes)
@@ -103,29 +88,17 @@ class FileStorage(Storage):
     def read_range(
         self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
     ) -> None:
-        """Reads some bytes of one device's part, in C order, padding included; by any thread.
+        """Reads `len(out)` bytes of a device's part from `start` on, in C order, with padding; by any thread.
 
-        Args:
-          out: uint8[n], writable: what bytes `start` to `start + n` of the part go to.
-          file: whose part, by its place in `placement.devices`.
-          start: the first byte.
-          buffer: uint8[m] that starts on a page of 4096 bytes, m at least `buffer_bytes`, of this call alone
-            while it lasts; memory of its own by default.
-
-        Raises:
-          StateError: a step has consumed it, or the disk fails, or has not what was written.
+        `file` is the device's place in `placement.devices`; `buffer` is uint8[`buffer_bytes`] on a page, for
+        this call alone, and made by default.
         """
         store = self.store
         store.read_range(out, file, self._name, start, store.files, buffer)
 
 
 class NVMePart:
-    """One device's part of a leaf: an array, as NumPy reads it.
-
-    Attributes:
-      shape: its shape.
-      dtype: its dtype.
-    """
+    """One device's part of a leaf: an array, as NumPy reads it."""
 
     def __init__(
         self, store: NVMeStore, file: int, name: str, shape: tuple[int, ...], dtype: np.dtype,
@@ -139,7 +112,7 @@ class NVMePart:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads some of it: the rows that it is in."""
+        """Reads the rows of an index, and takes the index of them."""
         if not index:
             return np.asarray(self)
         rows, others = index[0], index[1:]
@@ -155,7 +128,7 @@ class NVMePart:
 
 
 def is_in_files(x: Any, placement: HostPlacement | None, spec: StoreSpec | None) -> bool:
-    """Whether a leaf is in files of this kind already; of any kind, if it is None."""
+    """Whether a leaf is in files with this spec already; in any files, if it is None."""
     storage = storage_of(x)
     if not isinstance(storage, FileStorage):
         return False

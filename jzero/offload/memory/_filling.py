@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Filling`: a state on its way into files, leaf by leaf; or files of the same step, found there."""
+"""`Filling`: writes a state to files, leaf by leaf, or finds files of the same step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
-# The folders of states that are alive; and of all that this process has made, with the id in their files and
-# the names of these, and what it has resumed.
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
-_made: dict[Path, tuple[str, list[str]]] = {}
-_gone_on: set[Path] = set()
+_made: dict[
+    Path, tuple[str, list[str]]
+] = {}  # by this process: the id in the files, and their names
+_gone_on: set[Path] = set()  # resumed by this process
 
 
 class Filling:
@@ -39,37 +39,33 @@ class Filling:
 
     Behaves like::
 
-        with Filling(spec, paths, away) as filling:
-            filling.start(writes)                       # of which commit each leaf is that will be placed
-            placed = filling.put(leaf, name, placement)      # a leaf of a state of such a program
+        with Filling(spec, paths, in_files) as filling:
+            filling.start(writes)                       # the commit of each leaf that will be placed
+            placed = filling.put(leaf, name, placement)
         # left without error: the files have the state; with one: there are no files
 
-    Attributes:
-      resumed: whether the files had the state already, so that leaves need not be given.
+    `resumed` says whether the files had the state already, so that leaves need not be given.
     """
 
-    def __init__(self, spec: StoreSpec, paths: Mapping[int, str], away: Collection[int]):
-        """`paths` are of the leaves that are placed, by index; `away` of them go into files."""
+    def __init__(self, spec: StoreSpec, paths: Mapping[int, str], in_files: Collection[int]):
+        """`paths` are of the leaves that are placed, by index; `in_files` of them go into files."""
         self._spec, self.resumed = spec, False
-        self._paths, self._away = paths, frozenset(away)
+        self._paths, self._in_files = paths, frozenset(in_files)
         self._store: NVMeStore | None = None
         self._claim: Claim | None = None  # on the buffers
         self._folder = Path()
-        # Of each extent that was written, a checksum.
+        # A checksum of each extent that was written.
         self._written: dict[tuple[TileAt, int], int] = {}
 
     def start(self, writes: Sequence[Write | None]) -> None:
-        """Opens or makes the files.
-
-        Args:
-          writes: of each leaf of the state, the commit that it is of.
+        """Opens or makes the files, for leaves of these commits.
 
         Raises:
           OptionError: there is no room, or an earlier run has left files.
           StateError: files that are to be resumed are of another step or state, or damaged.
         """
-        others = {path: writes[i] for i, path in self._paths.items() if i not in self._away}
-        of_files = {path: writes[i] for i, path in self._paths.items() if i in self._away}
+        others = {path: writes[i] for i, path in self._paths.items() if i not in self._in_files}
+        of_files = {path: writes[i] for i, path in self._paths.items() if i in self._in_files}
         wanted = GivenWrites(others or of_files, [*of_files.values()])
         choice: list[Choice] = []
         with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": [f"{choice}"]}):
@@ -78,7 +74,7 @@ class Filling:
             self._start(choice[0], runs[0])
 
     def _start(self, choice: Choice, run: str) -> None:
-        """Does what was chosen; whatever is written from here on is of this `run`."""
+        """Does what was chosen; what is written from here on belongs to this `run`."""
         spec = self._spec
         if choice.refusal is not None:
             there, rule, edit = choice.refusal
@@ -96,9 +92,11 @@ class Filling:
             self._claim = spec.ring.claim()  # Before anything is made.
             if self._folder in _made:
                 _remove(self._folder)
-            files = TileFiles.create(
-                WHO, self._folder, spec.files, spec.in_place, run, self._all_have_made
-            )
+
+            def ready() -> None:
+                _agreement.agree(WHO, spec.mesh, lambda: {"files": ["made"]})
+
+            files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place, run, ready)
             self._store = NVMeStore(spec, files)
             self._store.begin()
             _made[self._folder] = run, [*spec.files]
@@ -106,15 +104,12 @@ class Filling:
         _alive[self._folder] = self._store
 
     def _path(self, process: int, number: int) -> Path:
-        """Where a state is, of one of the processes that have files, by its place among them."""
+        """The folder of a state, of a process by its place among those that have files."""
         each = sorted({device.process_index for device in self._spec.mesh.devices.flat})
         return self._spec.path / f"process-{each[process]}" / f"state-{number}"
 
-    def _all_have_made(self) -> None:
-        _agreement.agree(WHO, self._spec.mesh, lambda: {"files": ["made"]})
-
     def put(self, leaf: Any, name: str, placement: HostPlacement) -> FileStorage:
-        """A leaf in its place: an array of any kind; of files that were resumed, whatever it is."""
+        """Puts any array in its place; of resumed files, `leaf` does not matter."""
         assert self._store is not None, "start comes first"
         if not self.resumed:
             parts = parts_for(leaf, placement)
@@ -134,7 +129,7 @@ class Filling:
             self._written[place.at, place.i] = zlib.crc32(part.data)
 
     def _complete(self) -> None:
-        """Reads all tiles once: their checksums are noted, and leaves are what was written of them."""
+        """Reads all tiles once: notes their checksums, and checks that leaves were written right."""
         assert self._store is not None
         files = self._store.files
         with sweep(files.tiles(), self._spec.ring, files.note_checksums) as tiles:
@@ -191,7 +186,6 @@ class Filling:
 
 
 def _remove(folder: Path) -> None:
-    """What this process has made, and nobody has any more."""
     _, names = _made.pop(folder, ("", []))
     _making.remove(folder, names)
 
@@ -201,7 +195,7 @@ def _base(spec: StoreSpec) -> Path:
 
 
 def _found_by_all(spec: StoreSpec) -> tuple[list[dict[int, Folder]], list[str]]:
-    """The folders of each process, and an id that each has drawn."""
+    """Each process's folders, and an id that each has drawn."""
     there = _making.folders(WHO, _base(spec))
     own = {number: found for number, path in there if (found := _found(path))}
     brought = _agreement.gather(WHO, spec.mesh, {"folders": [*own.items()], "run": new_run()})
@@ -210,7 +204,7 @@ def _found_by_all(spec: StoreSpec) -> tuple[list[dict[int, Folder]], list[str]]:
 
 
 def _found(folder: Path) -> Folder | None:
-    """What there is in a folder, and what states of this process have to do with it."""
+    """What is in a folder, and how states of this process use it."""
     if folder in _alive:
         return Folder(RESUMED if folder in _gone_on else MADE)
     found = _making.look(WHO, folder)

@@ -22,13 +22,7 @@ from jzero.offload.memory._storage import (
 
 
 class HostStorage(Storage):
-    """Ordinary memory of the devices' host, which the next step overwrites.
-
-    Attributes:
-      placement: where the leaf is stored, and in which shape.
-      pending: what a delayed update left to do; None if nothing. Until that is done, it cannot be read.
-      num_steps: how many steps have updated it since it was placed.
-    """
+    """A leaf in ordinary memory of the devices' host, which the next step overwrites."""
 
     where = "in host memory"
 
@@ -40,20 +34,20 @@ class HostStorage(Storage):
         num_steps: int = 0,
     ):
         self.placement = placement
-        self.pending = pending
-        self.num_steps = num_steps
+        self.pending = pending  # what a delayed update has left to do; until then it cannot be read
+        self.num_steps = num_steps  # since it was placed
         self._buffers: tuple[np.ndarray, ...] | None = tuple(buffers)
 
     @property
     def buffers(self) -> tuple[np.ndarray, ...]:
         """The part of each of `placement.devices`, in C order; the next step overwrites them."""
-        buffers = self._buffers  # Read once: a step of another thread may consume it at any line.
+        buffers = self._buffers  # Read once: another thread's step may consume it at any line.
         if buffers is None:
             raise consumed(self)
         return buffers
 
     def renewed(self, pending: Any, num_steps: int) -> HostStorage:
-        """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
+        """The same leaf, in the same buffers, after `num_steps` steps; this one is then deleted."""
         renewed = HostStorage(self.placement, self.buffers, pending, num_steps)
         self.delete()
         return renewed
@@ -65,11 +59,7 @@ class HostStorage(Storage):
         return self._buffers is None
 
     def parts(self) -> Parts:
-        """The parts that this process has, each once; to be read before the next step.
-
-        Raises:
-          StateError: a step has consumed it, or a delayed update has not yet been done.
-        """
+        """Each part that this process has, once; raises a `StateError` before a delayed update is done."""
         buffers = self.buffers
         if self.pending is not None:
             raise StateError(message(
@@ -80,12 +70,9 @@ class HostStorage(Storage):
 
 
 def on_host(x: Any, placement: HostPlacement) -> HostStorage:
-    """A leaf on the host, copied part by part; one that is stored there already passes through untouched.
+    """A leaf on the host, copied part by part; one that is stored there already is returned as it is.
 
-    Args:
-      x: a NumPy array, a JAX array, or a `LeafArray`, also of another layout or mesh. If it spans processes,
-        all of them must call this.
-      placement: where it goes.
+    `x` is any array or `LeafArray`, also of another layout or mesh. If it spans processes, all call this.
     """
     if is_stored_in(x, placement):
         storage: HostStorage = storage_of(x)
@@ -105,6 +92,5 @@ def is_stored_in(x: Any, placement: HostPlacement | None) -> bool:
 
 
 def pending_of(x: Any) -> Any:
-    """What a delayed update left to do of a leaf; None if nothing."""
     storage = storage_of(x)
     return storage.pending if isinstance(storage, HostStorage) else None

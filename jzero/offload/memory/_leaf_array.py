@@ -112,7 +112,7 @@ class LeafArray(jax.Array):
         codes: QuantizedForm | None = None,
         lost: Any = None,
     ):
-        """A leaf of this shape; what it has `lost` in its codes is as `_coding.encoded` returns it."""
+        """`lost` is the error of codes as `_coding.encoded` returns it."""
         self.storage, self.shape, self.codes, self.lost = storage, shape, codes, lost
 
     @property
@@ -181,7 +181,7 @@ class LeafArray(jax.Array):
         return self.storage
 
     def _near(self) -> Any:
-        """Its values, to read some of them: on the host if they are there."""
+        """The array to read some values of: on the host if it is there."""
         here = self.codes or isinstance(self.storage, jax.Array)
         return self.__jax_array__() if here else np.asarray(self)
 
@@ -280,7 +280,7 @@ class LeafArray(jax.Array):
 
 
 def _asked(name: str) -> Any:
-    """A method that a plain array answers."""
+    """A method that the plain array answers."""
 
     def ask(self: LeafArray, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__jax_array__(), name)(*args, **kwargs)
@@ -290,7 +290,7 @@ def _asked(name: str) -> Any:
 
 
 def _read(name: str) -> property:
-    """A property that a plain array answers."""
+    """A property that the plain array answers."""
     return property(
         lambda self: getattr(self.__jax_array__(), name), doc=f"`{name}` of the plain array."
     )
@@ -322,12 +322,11 @@ def is_coded(x: Any) -> bool:
 
 
 def rows_of(x: Any) -> Any:
-    """Of a leaf that is stored in codes its rows, an array like others; another leaf as it is."""
+    """The rows of a leaf that is stored in codes, as an array; another leaf as it is."""
     return wrap(x.storage, x.storage.shape) if is_coded(x) else x
 
 
 def is_deleted(x: Any) -> bool:
-    """Whether a leaf, or what a program takes of it, was consumed."""
     return isinstance(x, jax.Array | Storage) and bool(x.is_deleted())
 
 
@@ -344,12 +343,11 @@ def pad(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The plain array of the true `shape`."""
     return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)
 
 
 def wrap(x: Any, shape: tuple[int, ...]) -> Any:
-    """What a user gets of a stored leaf: the array itself, if it is one of the true `shape`."""
+    """A stored leaf as a user gets it: the array itself, if it is one of the true `shape`."""
     return LeafArray(x, shape) if isinstance(x, Storage) or x.shape != shape else x
 
 
@@ -358,7 +356,7 @@ def spans_processes(x: Any) -> bool:
 
 
 def parts_for(x: Any, placement: HostPlacement) -> Parts:
-    """The parts of a leaf that this process has, each once; `placement` says which to fetch from others."""
+    """This process's parts of a leaf, each once; `placement` says which to fetch from other processes."""
     stored = storage_of(x)
     if spans_processes(x) and not _is_sharded_like(stored, placement):
         x = wrap(_storage.on_devices(stored), x.shape)
@@ -367,7 +365,7 @@ def parts_for(x: Any, placement: HostPlacement) -> Parts:
 
 
 def _is_sharded_like(x: Any, placement: HostPlacement) -> bool:
-    """Whether each device has the part of a leaf that belongs to it, in whatever memory."""
+    """Whether each device has its part of a leaf, in whatever memory."""
     sharding = x.sharding.with_memory_kind(placement.sharding.memory_kind)
     alike = sharding.is_equivalent_to(placement.sharding, len(x.shape))
     return bool(x.shape == placement.padded_shape and alike)

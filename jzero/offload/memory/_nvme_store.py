@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVMeStore`: the files of one state in this process, which go from step to step together."""
+"""`NVMeStore`: the files of one state in this process."""
 
 from __future__ import annotations
 
@@ -26,23 +26,17 @@ BUFFERS = threading.RLock()
 
 
 class TileReader(Protocol):
-    """Files, or a pin on one step of them; both may be used by any thread."""
+    """Files, or a pin on one step of them; any thread may use both."""
 
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile into a buffer."""
+        pass
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
+        pass
 
 
 class ExtentAt(NamedTuple):
-    """Where a part of a leaf is.
-
-    Attributes:
-      layout: of the file.
-      at: the tile.
-      i: which extent of it.
-    """
+    """Where a part of a leaf is."""
 
     layout: TileLayout
     at: TileAt
@@ -54,7 +48,7 @@ class ExtentAt(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        """What is read to read it."""
+        """Bytes that a read of it transfers."""
         return (
             whole_pages(self.extent.nbytes)
             if self.extent.lone
@@ -62,7 +56,7 @@ class ExtentAt(NamedTuple):
         )
 
     def read(self, reader: TileReader, buffer: np.ndarray) -> np.ndarray:
-        """Reads it into a buffer of `read_bytes`; its bytes there."""
+        """Reads it into a buffer of `read_bytes`; returns its bytes there."""
         if self.extent.lone:
             reader.read_lone(self.at, self.i, buffer)
             return buffer[: self.extent.nbytes]
@@ -72,35 +66,24 @@ class ExtentAt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoreSpec:
-    """What a program says of the files of its state; the same for each of its states.
-
-    Attributes:
-      path: where they are.
-      host_bytes: the most bytes of all buffers together.
-      in_place: whether there is one slot, that is written over.
-      resume: whether files that are there are gone on with.
-      layout: what is where in the file of each device.
-      identity: of each file, by its name: whose state it is.
-      mesh: whose devices the states are of.
-      frozen: what is where in a second file of each device, of leaves that no step changes.
-      gradients: of each tile, the gradients that wait for its update in the file; no tiles if none do.
-      writing_bytes: of `host_bytes`, those that gradients are written through.
-    """
+    """The files of the states of one program."""
 
     path: Path
-    host_bytes: int
-    in_place: bool
-    resume: bool
-    layout: TileLayout
-    identity: Mapping[str, Any]
+    host_bytes: int  # of all buffers together
+    in_place: bool  # one version, which is overwritten
+    resume: bool  # whether existing files are continued
+    layout: TileLayout  # of each device's file
+    identity: Mapping[str, Any]  # whose state each file has, by its name
     mesh: Any
+    # of a second file of each device, for leaves that no step changes
     frozen: TileLayout = TileLayout(())
+    # that wait for a tile's update, of each tile; no tiles if none wait
     gradients: TileLayout = TileLayout(())
-    writing_bytes: int = 0
+    writing_bytes: int = 0  # of `host_bytes`, those that gradients are written through
 
     @functools.cached_property
     def ring(self) -> TileRing:
-        """The buffers of whoever moves tiles, each with room for the gradients behind one."""
+        """Buffers for tiles, each with room for the gradients behind one."""
         both = itertools.zip_longest(self.layout.nbytes, self.gradients.nbytes, fillvalue=0)
         most = max(self.frozen.most_bytes, *map(sum, both), 0)
         return TileRing(WHO, self.host_bytes - self.writing_bytes, most)
@@ -124,7 +107,7 @@ class StoreSpec:
         return self.layout, self.frozen, self.gradients
 
     def located(self, name: str) -> tuple[TileLayout, int]:
-        """What is where in the files that have a leaf, and which of all files is the first of these."""
+        """The layout of the files that have a leaf, and the index of the first of these files."""
         if name in self.frozen:
             return self.frozen, len(self.identity) if self.layout.num_tiles else 0
         return self.layout, 0
@@ -137,12 +120,7 @@ class StoreSpec:
 
 
 class NVMeStore:
-    """The files of one state.
-
-    Attributes:
-      spec: what is in them.
-      files: the files.
-    """
+    """The files of one state."""
 
     def __init__(self, spec: StoreSpec, files: TileFiles):
         self.spec, self.files = spec, files
@@ -150,11 +128,11 @@ class NVMeStore:
 
     @property
     def newest(self) -> int:
-        """The number of the step that leaves are of: the one that is committed, or the first one."""
+        """The number of the step of its leaves: the committed one, or the first."""
         return self.files.step or 0
 
     def begin(self) -> int:
-        """Begins the next step, or the first one; its number."""
+        """Begins the next step, or the first one; returns its number."""
         step = 0 if self.files.step is None else self.files.step + 1
         self.files.begin(step)
         return step
@@ -170,13 +148,9 @@ class NVMeStore:
     ) -> None:  # fmt: skip
         """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
 
-        Args:
-          out: uint8[n], writable. Whole pages of a lone leaf are read without a copy, if it is aligned.
-          file: whose part, by its place among the devices of this process.
-          name: the leaf's.
-          start: its first byte.
-          reader: of the step.
-          buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default, if one is needed.
+        `out` is uint8[n]; whole pages of a lone leaf are read without a copy, if it is aligned. `file` is the
+        index of the device among this process's. `buffer` is uint8[`buffer_bytes(name)`] on a page; made by
+        default, if needed.
         """
         stop = start + len(out)
         for place in self.spec.places(file, name, start, stop):
@@ -192,5 +166,5 @@ class NVMeStore:
             there[:] = found[first - extent.start : last - extent.start]
 
     def takes(self, memory: np.ndarray) -> bool:
-        """Whether the disk can read straight into it, or write from there."""
+        """Whether the disk can read straight into this memory, or write from it."""
         return memory.ctypes.data % self.files.memory_alignment == 0 and len(memory) % PAGE == 0

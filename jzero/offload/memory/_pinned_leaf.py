@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves in pinned memory: read and written by their address, and donated."""
+"""Leaves in pinned memory: read and written by address, and donated."""
 
 from __future__ import annotations
 
@@ -18,27 +18,22 @@ from jzero._quantities import readable_bytes
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _array_memory
 
-# What XLA says of an array that somebody has a view of.
+# XLA's message for an array with a view.
 _REFUSED = "Donation requested for buffer with external reference"
 
 
 class LeafMemory(NamedTuple):
-    """The memory of a leaf that the host updates where it is stored.
+    """The memory of a leaf that the host updates in place."""
 
-    Attributes:
-      buffers: the memory of the shards that the host updates.
-      replicas: for each of these, the memory of other devices that hold the same.
-    """
-
-    buffers: list[np.ndarray]
-    replicas: list[list[np.ndarray]]
+    buffers: list[np.ndarray]  # of the shards that the host updates
+    replicas: list[list[np.ndarray]]  # of each shard, on other devices
 
     @classmethod
     def of(cls, leaf: Any, devices: Sequence[jax.Device]) -> LeafMemory:
-        """Of a leaf of which these devices have all different shards: an array, or a `HostStorage`."""
+        """For an array or a `HostStorage`, of which these devices have all different shards."""
         if not isinstance(leaf, jax.Array):
             return cls([*leaf.buffers], [[] for _ in leaf.buffers])
-        # What is still on its way would overwrite what the host writes.
+        # A copy that still runs would overwrite what the host writes.
         jax.block_until_ready(leaf)
         shards = {shard.device: shard for shard in leaf.addressable_shards}
         buffers = [view(shards[device].data) for device in devices]
@@ -50,7 +45,7 @@ class LeafMemory(NamedTuple):
         return cls(buffers, replicas)
 
     def complete(self, padding: Sequence[tuple[slice, ...] | None]) -> None:
-        """Zeros where its shards are padded, and copies for replicas."""
+        """Zeros the padding of shards, and copies them to replicas."""
         for buffer, others, index in zip(self.buffers, self.replicas, padding, strict=True):
             if index is not None:
                 buffer[index] = 0
@@ -63,18 +58,18 @@ def view(x: jax.Array) -> np.ndarray:
     if not x.nbytes:
         return np.zeros(x.shape, x.dtype)
     memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
-    memory.owner = x  # A thread that is still at work on a view keeps the memory.
+    memory.owner = x  # A view keeps the memory alive, as in a thread that still writes.
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
 def pinned_zeros(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of its own memory for each device of this process, also if it is the same on all."""
+    """An array with memory of its own for each device of this process, even if all hold the same."""
     part = np.zeros(sharding.shard_shape(tuple(shape)), dtype)
     parts = [
         _own(part, SingleDeviceSharding(device, memory_kind=PINNED))
         for device in sharding.mesh.local_devices
     ]
-    # Zeros that are still on their way would overwrite what the host writes.
+    # Or zeros would overwrite what the host writes.
     parts = jax.block_until_ready(parts)
     return jax.make_array_from_single_device_arrays(
         tuple(shape), sharding.with_memory_kind(PINNED), parts
@@ -82,21 +77,21 @@ def pinned_zeros(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> j
 
 
 def is_pinned(x: Any) -> bool:
-    """Whether it is an array of JAX's in pinned memory, of which NumPy may have views."""
+    """Whether it is a JAX array in pinned memory, of which NumPy may have views."""
     return isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED
 
 
 def renewed(
     state: Mapping[int, jax.Array] | Sequence[jax.Array], indices: Sequence[int], plans: Sequence[LeafPlan]
 ) -> dict[int, jax.Array]:  # fmt: skip
-    """Takes leaves in pinned memory: other arrays in the same memory, by index; the old ones are consumed.
+    """Takes leaves in pinned memory: new arrays in the same memory, by index; the old ones are consumed.
 
     [Note: views of pinned memory] On a GPU, `np.asarray` of an array in pinned memory is a view of it, and so
     is what `print`, `device_get` and `memoryview` make. A view keeps its values: XLA refuses to donate the
-    array, where its client for CPUs copies it without a word. So programs donate, and the host overwrites,
-    what this function has returned, which is nobody else's. Of a shard with a view that is a copy, with a
-    warning. Each device takes its shards in a program of its own: one over all of them would consume those of
-    some devices when another has refused (test_views_of_pinned.py).
+    array, where its client for CPUs silently copies it. So programs donate, and the host overwrites, only
+    what this function has returned, which no user has. A shard with a view is copied, with a warning. Each
+    device takes its shards in a program of its own: one over all of them would consume those of some devices
+    when another has refused (test_views_of_pinned.py).
     """
     shards = {i: {x.device: x.data for x in state[i].addressable_shards} for i in indices}
     try:  # See [Note: locks and comprehensions] in `_host_updates.py`.
@@ -104,7 +99,7 @@ def renewed(
             _array_memory.forget_views(state[i])
         new, viewed = _taken_by_each(shards)
     except BaseException:
-        for i in indices:  # Of which a part is gone. JAX looks at the first only.
+        for i in indices:  # Deletes leaves that lost a shard: JAX looks at the first only.
             if any(x.is_deleted() for x in shards[i].values()):
                 state[i].delete()
         raise
@@ -120,7 +115,7 @@ def renewed(
 def _taken_by_each(
     shards: Mapping[int, Mapping[jax.Device, jax.Array]],
 ) -> tuple[dict[int, list[jax.Array]], dict[int, int]]:
-    """Of each leaf its new shards, and the bytes that were copied, if any were."""
+    """Each leaf's new shards, and the bytes that were copied, for leaves with any."""
     new: dict[int, list[jax.Array]] = {i: [] for i in shards}
     viewed: dict[int, int] = {}
     for device in {device: None for of_leaf in shards.values() for device in of_leaf}:
@@ -128,12 +123,12 @@ def _taken_by_each(
         for (i, old), x in zip(parts.items(), _taken([*parts.values()]), strict=True):
             if x is None:
                 viewed[i] = viewed.get(i, 0) + old.nbytes
-            new[i].append(_copied(old) if x is None else x)
+            new[i].append(_own(view(jax.block_until_ready(old)), old.sharding) if x is None else x)
     return new, viewed
 
 
 def _taken(parts: Sequence[jax.Array]) -> list[jax.Array | None]:
-    """Parts on one device as other arrays in the same memory; None for each that somebody has a view of."""
+    """Parts on one device as new arrays in the same memory; None for each that has a view."""
     try:
         with jax.set_mesh(None):  # A mesh around the step has other devices.
             taken = _same(parts[0].sharding)(parts)
@@ -142,7 +137,7 @@ def _taken(parts: Sequence[jax.Array]) -> list[jax.Array | None]:
             raise
         if len(parts) == 1:
             return [None]
-        half = len(parts) // 2  # None is consumed: all of a device's arguments are, or none.
+        half = len(parts) // 2  # A program that refuses one argument has consumed none.
         return [*_taken(parts[:half]), *_taken(parts[half:])]
     return [x if old.is_deleted() else None for x, old in zip(taken, parts, strict=True)]
 
@@ -152,13 +147,8 @@ def _same(sharding: Any) -> Any:
     return jax.jit(lambda xs: xs, donate_argnums=0, out_shardings=sharding)
 
 
-def _copied(x: jax.Array) -> jax.Array:
-    """The same values on the same device, in memory of their own."""
-    return _own(view(jax.block_until_ready(x)), x.sharding)
-
-
 def _own(values: np.ndarray, sharding: Any) -> jax.Array:
-    """These values in memory that is JAX's alone.
+    """These values in memory that only JAX has.
 
     `device_put` on a CPU keeps NumPy's memory where that is aligned to 64 bytes (`may_alias=False` changes
     nothing, JAX 0.10.2), and such an array is donated as a copy, at another address.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PinnedPool`: arrays in pinned memory that are written over and over, of so many bytes at most."""
+"""`PinnedPool`: reusable arrays in pinned memory, within a budget."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from jzero.offload.memory._pinned_leaf import pinned_zeros, view
 
 
 class PinnedBuffer(NamedTuple):
-    """An array in pinned memory, each device's part in its own memory.
-
-    Attributes:
-      array: whole, `[n, d]`.
-      views: the memory of each device of this process, `[n / devices, d]`.
-      key: what the pool knows it by.
-    """
+    """An array in pinned memory, each device's part in its own memory."""
 
     array: jax.Array
-    views: dict[jax.Device, np.ndarray]
-    key: Any
+    views: dict[jax.Device, np.ndarray]  # each device's memory, `[n / devices, d]`
+    key: Any  # for the pool
 
     @property
     def nbytes(self) -> int:
@@ -34,29 +28,23 @@ class PinnedBuffer(NamedTuple):
 
 
 def bytes_here(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
-    """Bytes of such an array in this process, each device's part in its own memory."""
+    """Bytes of such an array in this process."""
     size = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
     return size * len(sharding.addressable_devices)
 
 
 class PinnedPool:
-    """Makes buffers, and has those back that are free.
-
-    Attributes:
-      nbytes: the most bytes of all of them.
-      made_bytes: of those that there are.
-      lent_bytes: of those that somebody has.
-    """
+    """Makes buffers of at most `nbytes` together, and reuses those that were given back."""
 
     def __init__(self, nbytes: int):
         self.nbytes, self.made_bytes, self.lent_bytes = nbytes, 0, 0
-        # Those used last come last.
+        # The most recently used come last.
         self._free: collections.OrderedDict[Any, list[PinnedBuffer]] = collections.OrderedDict()
 
     def take(
         self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, kept: int = 0
     ) -> PinnedBuffer | None:
-        """A buffer, with anything in it; None if there is no room with `kept` bytes left."""
+        """A buffer of any content; None if `kept` bytes would not be left."""
         key, nbytes = (shape, np.dtype(dtype), sharding), bytes_here(shape, dtype, sharding)
         if self.lent_bytes + nbytes > self.nbytes - kept:
             return None

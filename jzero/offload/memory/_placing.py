@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts arrays where a program wants them, without consuming what the user still holds."""
+"""Puts arrays where a program wants them, without consuming what the user still has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr, _rewrite
 
 WHO = _call.WHO
-# Bytes on each device of leaves for the host that are made together, where no policy says how many may be.
+# Bytes on each device of leaves for the host that are made together, where no policy sets a limit.
 _BORN_TOGETHER = 2**28
 _NAMES = {PARAMETER: "parameters", OPTIMIZER: "optimizer state", OTHER: "state"}
 
@@ -36,36 +36,28 @@ def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
 
 
 def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
-    """Each leaf of a state as a plain array of the shape in which it is stored."""
+    """Each leaf of a state as a plain array of its stored shape."""
     return [_leaf_array.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 class Place(NamedTuple):
-    """Where a leaf of a state is stored.
-
-    Attributes:
-      plan: by the plan.
-      sharding: the same for JAX; of a leaf on the host, as it is stored on its way there.
-      placement: the same of a leaf on the host; None for others.
-    """
+    """Where a leaf of a state is stored."""
 
     plan: LeafPlan
-    sharding: NamedSharding
-    placement: HostPlacement | None
+    sharding: NamedSharding  # of a leaf on the host, as it is stored on its way there
+    placement: HostPlacement | None  # of a leaf on the host; None for others
 
 
 def places(
     plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding], axes: tuple[str, ...]
 ) -> list[Place]:
-    """Where each leaf is stored; over the other mesh axes than `axes` devices share what is on the host."""
-    return [
-        Place(
-            plan,
-            sharding,
-            _host_placement(plan, sharding, axes) if plan.tier in (HOST, NVME) else None,
-        )
-        for plan, sharding in zip(plans, shardings, strict=True)
-    ]
+    """Where each leaf is stored; replicas over other axes than `axes` share what is on the host."""
+    found = []
+    for plan, sharding in zip(plans, shardings, strict=True):
+        hosted = plan.tier in (HOST, NVME)
+        placement = _host_placement(plan, sharding, axes) if hosted else None
+        found.append(Place(plan, sharding, placement))
+    return found
 
 
 @functools.cache
@@ -78,7 +70,7 @@ def _host_placement(
 
 
 def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> list[HostNeed]:
-    """What this process needs on the host for a state; those of `leaves` that are stored there have it."""
+    """What this process needs on the host for a state, except for leaves that are stored there already."""
     there, found = leaves or [None] * len(places), collections.Counter[tuple[str, str]]()
     for x, target in zip(there, places, strict=True):
         plan = target.plan
@@ -109,14 +101,14 @@ def place_state(
 ) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
-    One that shall be quantized and is not is quantized, one by one: no two are whole on the devices.
+    A leaf that is to be quantized is quantized by itself: no two are whole on the devices.
 
     Args:
       leaves: the state's, in any shape and layout; None for one that nobody reads.
       places: where they go.
-      held: which of them every process holds whole; they have compared these.
-      filling: the files of those that go into some; None if these are there already.
-      errors: is given what was lost of those that are coded, by index.
+      held: the indices of leaves that every process has whole, and has compared.
+      filling: writes leaves to files; None if the files are there already.
+      errors: receives the error of each quantized leaf, by index.
     """
     out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.placement is None and out[i] is not None]
@@ -147,7 +139,7 @@ def place_state(
 def _in_codes(
     leaf: Any, plan: LeafPlan, sharding: NamedSharding, held: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A leaf's rows on the devices, and what it has lost; see `_coding.encoded`."""
+    """A leaf's rows on the devices, and its error; see `_coding.encoded`."""
     form, exact = plan.codes, plan.decoded
     assert form is not None
     stored = NamedSharding(sharding.mesh, sharding.spec)
@@ -159,7 +151,7 @@ def _in_codes(
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
-    """A leaf as JAX or NumPy has it; one away in its new place, if this process has all of it."""
+    """A leaf as JAX or NumPy has it; an offloaded one in its new place, if this process has all of it."""
     storage = storage_of(leaf)
     if not isinstance(storage, Storage):
         return leaf
@@ -184,11 +176,11 @@ def born(
     device_bytes: int,
     filling: Filling | None = None,
 ) -> list[Any]:
-    """What a traced function of no arguments returns, each leaf made in its layout.
+    """The results of a traced function of no arguments, each leaf made in its layout.
 
-    What is stored on the devices is made by one program. Of the others, at most `device_bytes` (256 MiB if
-    that is 0) are made by one, and are on the host before the next runs; each computes again what it needs
-    of the others. What is stored in files goes to those of `filling`.
+    One program makes all that is stored on the devices. Of other leaves, one program makes at most
+    `device_bytes` (256 MiB if that is 0), which are on the host before the next runs; each computes again
+    what it needs of others.
     """
     made: dict[int, Any] = {}
     if filling:
@@ -211,7 +203,7 @@ def born(
 
 
 def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
-    """Leaves that are made together: all that are stored on the devices, then others up to so many bytes."""
+    """Leaves that are made together: all on the devices, then others up to `device_bytes`."""
     here = [i for i, plan in enumerate(plans) if plan.tier == DEVICE]
     there = [i for i, plan in enumerate(plans) if plan.tier != DEVICE]
     rest = groups(there, device_bytes, lambda i: plans[i].nbytes_per_device)
@@ -228,8 +220,7 @@ def place(
 ) -> list[Any]:
     """Each leaf in its sharding; those that already are pass through untouched.
 
-    Raises:
-      BatchError: a leaf that several processes do not hold alike.
+    Raises a `BatchError` for a leaf of which processes have different values.
     """
     out = list(leaves)
     moves = [i for i, leaf in enumerate(leaves) if not has_sharding(leaf, shardings[i])]
@@ -257,22 +248,20 @@ def place(
 def apart(
     state: list[Any], arrays: list[Any], plans: Sequence[LeafPlan]
 ) -> tuple[list[Any], list[Any]]:
-    """Leaves and arguments of which none is another one: a program that is given an array donates it once.
+    """Leaves and arguments in which no array comes twice: a program donates an array once.
 
-    A copy stands for an argument that is a leaf of the state, and for the second of two leaves.
-
-    Raises:
-      StateError: two leaves are one that is stored on the host's processors, or in files.
+    An argument that is a leaf of the state is copied, and so is the second of two leaves. Raises a
+    `StateError` if two leaves are one that is stored in the host's ordinary memory, or in files.
     """
     ids = set(map(id, state))
     if not ids.isdisjoint(map(id, arrays)):
         arrays = [_copy(x) if id(x) in ids else x for x in arrays]
     if len(ids) < len(state):
         first = {id(x): i for i, x in reversed(list(enumerate(state)))}
-        if away := [(i, first[id(x)]) for i, x in enumerate(state)
+        if twice := [(i, first[id(x)]) for i, x in enumerate(state)
                     if first[id(x)] != i and isinstance(x, Storage)]:  # fmt: skip
             raise StateError(message(
-                WHO, [f"{plans[i].path} is the array of {plans[k].path}" for i, k in away],
+                WHO, [f"{plans[i].path} is the array of {plans[k].path}" for i, k in twice],
                 "A leaf on the host or in files has memory of its own, which a step writes over.",
                 "Put a copy there: jax.tree.map(jnp.copy, ...)."))  # fmt: skip
         state = [x if first[id(x)] == i else _copy(x) for i, x in enumerate(state)]
@@ -280,12 +269,12 @@ def apart(
 
 
 def _copy(leaf: Any) -> Any:
-    """Memory of its own; a leaf away from them, which says itself that it was consumed, as it is."""
+    """A copy; an offloaded leaf, which reports itself when consumed, as it is."""
     return copied([leaf])[0] if isinstance(leaf, jax.Array) else leaf
 
 
 def copied(leaves: list[jax.Array], sharding: Sharding | None = None) -> list[jax.Array]:
-    """Arrays of the same values in memory of their own; in their shardings, if no other is given."""
+    """Arrays of the same values in memory of their own; in their own shardings by default."""
     if not leaves:
         return []
     made: list[jax.Array] = jax.jit(
@@ -299,7 +288,7 @@ def _copied(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
-    """`jax.device_put` to devices of several processes, which must all hold the same whole leaf."""
+    """`jax.device_put` to devices of several processes, which must all have the same whole leaf."""
     if _is_key(leaf):
         data = _put_across(jax.random.key_data(leaf), sharding, path)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -320,7 +309,7 @@ def _unlike(found: str) -> BatchError:
 
 
 def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[int]:
-    """Which leaves of a state this process holds whole, though several shall hold them."""
+    """The indices of leaves that this process has whole, though several processes will share them."""
     if not leaves or shardings[0].is_fully_addressable:
         return []
     given = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not None]
@@ -328,7 +317,7 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array over several processes that all hold `leaf` whole: each copies what its devices need.
+    """An array over several processes that all have `leaf` whole: each copies what its devices need.
 
     `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
     """
@@ -347,9 +336,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _own(leaf: Any, sharding: NamedSharding) -> Any:
-    """`leaf`, copied if its buffer would become a part of the placed array.
+    """`leaf`, copied if its buffer would become part of the placed array.
 
-    A step donates what was placed, and must not consume what the user still holds.
+    A step donates what was placed, and must not consume what the user still has.
     """
     if isinstance(leaf, jax.Array):
         if not leaf.committed:  # and a copy of it shall not be
@@ -374,7 +363,7 @@ def has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
-    """Refuses a state, of these leaves, of which an earlier step has consumed all arrays, or some."""
+    """Refuses a state of which an earlier step has consumed some leaves."""
     dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")
@@ -388,7 +377,7 @@ def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
 def check_flushed(
     who: str, state: Any, leaves: Sequence[Any], places: Sequence[Place] | None = None
 ) -> None:
-    """Refuses to read a state, of these leaves, that a delayed update has yet to renew.
+    """Refuses to read a state that a delayed update has yet to renew.
 
     Leaves that are stored where `places` have them are not read.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Storage`: what holds a leaf away from the devices, and copies between the places where its parts are."""
+"""`Storage`: what holds an offloaded leaf, and copies between the places of its parts."""
 
 from __future__ import annotations
 
@@ -15,33 +15,23 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import CONSUMED, StateError, message
 from jzero.offload.memory._pinned_leaf import is_pinned, view
 
-HostBox: TypeAlias = tuple[
-    tuple[int, int], ...
-]  # of each dim, where a part starts and where it stops
-Parts: TypeAlias = list[tuple[HostBox, Any]]  # and what is there: on the host, or a device's
+HostBox: TypeAlias = tuple[tuple[int, int], ...]  # start and stop of a part in each dim
+Parts: TypeAlias = list[tuple[HostBox, Any]]  # and its values: on the host, or a device's
 ON_DEVICES = "on devices"
 
 
 class HostPlacement(NamedTuple):
-    """Which parts of a leaf this process keeps away from the devices, and in which shape.
-
-    Attributes:
-      shape: the true shape.
-      padded_shape: the stored shape.
-      dtype: of its elements.
-      sharding: which part of the padded shape belongs to which device.
-      devices: those of this process whose parts are kept.
-    """
+    """The parts of a leaf that this process keeps off the devices, and in which shape."""
 
     shape: tuple[int, ...]
     padded_shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: NamedSharding
-    devices: tuple[jax.Device, ...]
+    sharding: NamedSharding  # of the padded shape
+    devices: tuple[jax.Device, ...]  # this process's, whose parts are kept
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its buffers in this process."""
+        """Of all its buffers in this process."""
         size = math.prod(self.sharding.shard_shape(self.padded_shape))
         return len(self.devices) * size * self.dtype.itemsize
 
@@ -52,29 +42,20 @@ class HostPlacement(NamedTuple):
 
 
 class Storage:
-    """What holds a leaf away from the devices, part by part: in memory of their host, or in files.
+    """An offloaded leaf, part by part: in memory of the devices' host, or in files.
 
-    It has the attributes of a `jax.Array` of this sharding on the devices: whoever asks a stored leaf
-    for its shape, its sharding or whether it was consumed need not know which of these it is.
-
-    Attributes:
-      placement: which parts of the leaf it has, and in which shape.
-      where: what it is, in words.
+    It has the attributes of a `jax.Array` of this sharding on the devices, so whoever asks for the shape, the
+    sharding or whether it was consumed need not know which of these it is.
     """
 
     placement: HostPlacement
-    where: ClassVar[str]
+    where: ClassVar[str]  # in words
 
     def parts(self) -> Parts:
-        """The parts that this process has, each once; to be read before the next step.
-
-        Raises:
-          StateError: they cannot be read.
-        """
+        """Each part that this process has, once, to be read before the next step."""
         raise NotImplementedError
 
     def delete(self) -> None:
-        """Lets go of what it holds."""
         raise NotImplementedError
 
     def is_deleted(self) -> bool:
@@ -82,7 +63,7 @@ class Storage:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The stored shape: beyond the leaf's own there are zeros."""
+        """The stored shape, with padding."""
         return self.placement.padded_shape
 
     @property
@@ -91,25 +72,23 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole stored leaf, each part once."""
+        """Of the whole stored leaf, each part once."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def sharding(self) -> NamedSharding:
-        """Which part of that shape belongs to which device."""
         return self.placement.sharding
 
     @property
     def aval(self) -> Any:
-        """Where it is: equal for storages that one program takes, as are avals of arrays."""
+        """Equal for storages that one program takes, as avals of arrays are."""
         return self.placement
 
     def block_until_ready(self) -> Self:
-        """Itself: what it has is there already."""
         return self
 
     def copy_to_host_async(self) -> None:
-        """Nothing: it is there."""
+        pass
 
     def own_parts(self, parts: Parts) -> Parts:
         """Of its `parts`, those that no process before this one has."""
@@ -124,7 +103,7 @@ class Storage:
 
 
 def consumed(x: Any) -> StateError:
-    """What is to be raised where a leaf or its storage is needed, and a step has consumed it."""
+    """The error for a leaf that a step has consumed."""
     return StateError(message("LeafArray", f"{x!r} was already donated", *CONSUMED))
 
 
@@ -136,7 +115,7 @@ def place_of(x: jax.Array | Storage) -> str:
 
 
 def described(x: jax.Array | Storage, shape: tuple[int, ...], dtype: Any, codes: Any = None) -> str:
-    """What a leaf of this shape and dtype says of itself that is stored as `x`, in `codes` or not."""
+    """The `repr` of a leaf of this shape and dtype that is stored as `x`, in `codes` or not."""
     place = place_of(x)
     said = [f"shape={shape}", f"dtype={dtype}", *([] if place == ON_DEVICES else [place])]
     if codes:
@@ -148,7 +127,7 @@ def described(x: jax.Array | Storage, shape: tuple[int, ...], dtype: Any, codes:
 
 @functools.cache
 def keepers(mesh: Mesh, axes: tuple[str, ...]) -> tuple[jax.Device, ...]:
-    """The devices whose parts this process keeps: of its own at one place along `axes`, the first."""
+    """The devices whose parts this process keeps: its first at each place along `axes`."""
     found: dict[tuple[int, ...], jax.Device] = {}
     for device, place in places(mesh, axes).items():
         found.setdefault(place, device)
@@ -156,7 +135,7 @@ def keepers(mesh: Mesh, axes: tuple[str, ...]) -> tuple[jax.Device, ...]:
 
 
 def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]:
-    """Where each device of this process is along `axes`, in the order of the mesh."""
+    """The index along `axes` of each device of this process, in the order of the mesh."""
     dims = [mesh.axis_names.index(axis) for axis in axes]
     return {
         device: tuple(place[dim] for dim in dims)
@@ -168,12 +147,9 @@ def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]
 def on_devices(
     x: jax.Array | Storage, shape: tuple[int, ...] | None = None, sharding: NamedSharding | None = None
 ) -> jax.Array:  # fmt: skip
-    """A stored leaf as a JAX array, each device's part copied from the host; replicas get one each.
+    """A stored leaf as a JAX array, each part copied from the host; a JAX array is returned as it is.
 
-    Args:
-      x: the leaf; one of JAX's arrays is returned as it is.
-      shape: of the array; as it is stored by default. Another one needs all of `x` in this process.
-      sharding: the same.
+    Another `shape` than the stored one needs all of `x` in this process.
     """
     if not isinstance(x, Storage):
         return x
@@ -191,7 +167,7 @@ def on_devices(
 
 
 def parts_of(x: Any) -> Parts:
-    """The parts that this process has of a leaf as it is stored, each once."""
+    """Each part of a stored leaf that this process has, once."""
     if isinstance(x, Storage):
         return x.parts()
     if isinstance(x, jax.Array):
@@ -217,12 +193,10 @@ def copy_parts(
 
 
 def _values(data: Any) -> np.ndarray:
-    """A part's values on the host, to be read; those of devices are kept there no longer."""
+    """A part's values on the host, to be read; JAX keeps no copy of those from devices."""
     if is_pinned(data):
         return view(jax.block_until_ready(data))
-    if isinstance(
-        data, jax.Array
-    ):  # It keeps the copy that it makes of itself, and the user keeps it.
+    if isinstance(data, jax.Array):  # An array keeps its copy on the host; this one is dropped.
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
     return np.asarray(data)
 

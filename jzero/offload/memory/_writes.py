@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of which commit to files each leaf of a state is, while it is alive; see [Note: writes] in `_folders.py`.
+"""The commit to files that each leaf of a state belongs to; see [Note: writes] in `_folders.py`.
 
-A leaf on the devices is an array of JAX's, and cannot say it itself. So what placed it, restored it or
-returned it from a step notes it here. Copies, and what a user makes of a leaf, are of no commit.
+A JAX array on the devices cannot say it, so what places, restores or returns a leaf notes it here while the
+leaf lives. Copies, and what a user computes of a leaf, belong to no commit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._leaf_array import storage_of
 from jzero.offload.nvme._header import Write
 
-# By the id of a leaf that is alive: a reference tells it from a later one with the same id.
+# By the id of a live leaf; the reference tells it from a later one with the same id.
 _known: dict[int, tuple[weakref.ref[Any], Write]] = {}
 _TEXT = re.compile(r"([0-9a-f]{32})-(\d{1,18})")
 
 
 def of(leaf: Any) -> Write | None:
-    """The commit that a leaf is of; None if it is of none that is known."""
-    leaf = storage_of(leaf)  # A step takes this, and no leaf keeps it.
+    """The commit of a leaf; None if none is known."""
+    leaf = storage_of(leaf)  # A step takes this, while nothing keeps the leaf.
     if isinstance(leaf, FileStorage):
         return None if leaf.is_deleted() else leaf.store.files.committed
     there, write = _known.get(id(leaf), (None, None))
@@ -31,17 +31,17 @@ def of(leaf: Any) -> Write | None:
 
 
 def of_saved(leaves: Sequence[Any]) -> list[Write | None]:
-    """The commit that each leaf of a state that is saved is of.
+    """The commit of each leaf of a state that is saved.
 
-    Beside leaves in files it is theirs, also of what a user has made since the last step: what is saved
-    together comes back together.
+    Beside leaves in files it is theirs for all leaves, even those that a user has made since the last step:
+    what is saved together is restored together.
     """
     in_files = _of_files(leaves)
     return [in_files or of(leaf) for leaf in leaves]
 
 
 def note(leaf: Any, write: Write | None) -> None:
-    """From here on a leaf is of this commit, or of none."""
+    """From here on a leaf belongs to this commit, or to none."""
     leaf = storage_of(leaf)
     if isinstance(leaf, FileStorage):
         return
@@ -56,17 +56,17 @@ def note(leaf: Any, write: Write | None) -> None:
 
     try:
         _known[key] = weakref.ref(leaf, forget), write
-    except TypeError:  # A Python number, which anybody may have, too.
+    except TypeError:  # a Python number
         _known.pop(key, None)
 
 
 def are_known() -> bool:
-    """Whether any leaf is of a commit."""
+    """Whether any leaf belongs to a commit."""
     return bool(_known)
 
 
 def carry(old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Leaves that were moved are of the commits that they were of."""
+    """Leaves that were moved keep their commits."""
     if _known:
         for before, after in zip(old, new, strict=True):
             if after is not before:
@@ -74,7 +74,7 @@ def carry(old: Sequence[Any], new: Sequence[Any]) -> None:
 
 
 def settle(leaves: Iterable[Any]) -> None:
-    """All leaves of a state that was placed, or that a step returned, are of its files' commit, if any."""
+    """All leaves of a state that was placed, or that a step returned, get the commit of its files, if any."""
     leaves = list(leaves)
     write = _of_files(leaves)
     if write is not None or _known:
@@ -88,7 +88,6 @@ def as_text(write: Write) -> str:
 
 
 def of_text(text: Any) -> Write | None:
-    """The same, read; None if it is something else."""
     found = _TEXT.fullmatch(text) if isinstance(text, str) else None
     return Write(int(found[2]), found[1]) if found else None
 

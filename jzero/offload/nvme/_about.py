@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of tiles says that it is, and what is said of one that is something else."""
+"""What a file of tiles says that it is, and errors for a file that is something else."""
 
 from __future__ import annotations
 
@@ -20,19 +20,13 @@ _FORM = {"identity": _ANY, "tiles": _TILES, "frozen": bool, "gradients": Maybe(_
 
 
 class FileSpec(NamedTuple):
-    """What a file is to have.
-
-    Attributes:
-      layout: what is where in its tiles.
-      identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
-        with another one is refused.
-      frozen: whether its tiles are written once, and are those of every step.
-      gradients: of each tile, the gradients that wait for its update; no tiles if none wait in files.
-    """
+    """What a file is to have."""
 
     layout: TileLayout
+    # whose state it is, as JSON: leaves, mesh, device; a file with another one is refused
     identity: Any
-    frozen: bool = False
+    frozen: bool = False  # whether its tiles are written once, and belong to every step
+    # that wait for each tile's update; no tiles if none wait in files
     gradients: TileLayout = TileLayout(())
 
     def about(self) -> bytes:
@@ -48,10 +42,9 @@ def _as_json(layout: TileLayout) -> list[Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What `FileSpec.about` has written; a right checksum says who wrote it, and not what.
+    """What `FileSpec.about` has written; a right checksum does not authenticate.
 
-    Raises:
-      Malformed: it is something else.
+    Raises `Malformed` if it is something else.
     """
     about = _json.parse(text)
     if bad := _json.check(about, _FORM):
@@ -68,7 +61,7 @@ def listed(found: Sequence[Any]) -> str:
 
 
 def other_state(who: str, path: Path, there: Any, here: Any) -> StateError:
-    """What is said of a file that is `there`, where `here` is what was expected, both as in `about`."""
+    """The error for a file that is `there` where `here` was expected, both as in `about`."""
     alike = all(there[key] == here[key] for key in ("identity", "frozen"))
     if alike and {x[0] for x in _extents(there)} == {x[0] for x in _extents(here)}:
         return _other_tiles(who, path, there, here)

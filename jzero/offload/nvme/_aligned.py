@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers for tiles: whole pages, made once, and never more than the bytes that are permitted."""
+"""Buffers for tiles: whole pages, made once, within a budget."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,20 +22,13 @@ def pages(nbytes: int) -> np.ndarray:
     """`uint8[nbytes]`, zeros that start on a page; `nbytes` a multiple of 4096, at least one of them.
 
     O_DIRECT needs private memory to be left out of forked children: a page that both have is copied at the
-    next write, and a transfer under way would go to the wrong copy (open(2), "O_DIRECT").
+    next write, and a transfer would go on with the wrong copy (open(2), "O_DIRECT").
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            _advise(memory, getattr(mmap, advice))
+        with contextlib.suppress(AttributeError, OSError):  # A kernel may have no huge pages.
+            memory.madvise(getattr(mmap, advice))
     return np.frombuffer(memory, np.uint8)
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:  # A kernel without huge pages.
-        pass
 
 
 class Claim:
@@ -46,29 +40,21 @@ class Claim:
         self.is_live = True
 
     def release(self) -> None:
-        """Others may have them."""
         self.is_live = False
 
 
 class TileRing:
-    """Buffers that sweeps use over and over, one sweep at a time.
+    """Buffers that sweeps use again and again, one sweep at a time.
 
     >>> ring = TileRing("jzero.NVMe", host_bytes=2**20, tile_bytes=2**18)
     >>> ring.num, ring.buffers[0].shape
     (4, (262144,))
-
-    Attributes:
-      buffers: `uint8[nbytes]` each, on pages.
-      num: how many there are.
-      nbytes: the size of one.
-      owner: the sweep that uses them, while one does.
     """
 
     def __init__(self, who: str, host_bytes: int, tile_bytes: int) -> None:
         """Makes as many buffers of `tile_bytes`, a multiple of 4096, as `host_bytes` hold.
 
-        Raises:
-          OptionError: they hold fewer than three.
+        Raises an `OptionError` if they hold fewer than three.
         """
         num = host_bytes // tile_bytes
         if num < LEAST:
@@ -82,7 +68,7 @@ class TileRing:
 
     @classmethod
     def of(cls, buffers: Sequence[np.ndarray]) -> TileRing:
-        """A ring of the caller's memory: `uint8[nbytes]`, on pages."""
+        """A ring of the caller's memory: `uint8[nbytes]` each, on pages."""
         ring = cls.__new__(cls)
         ring._use(list(buffers))
         return ring
@@ -92,14 +78,13 @@ class TileRing:
         assert all(x.ctypes.data % PAGE == 0 and len(x) % PAGE == 0 for x in buffers)
         self.buffers, self.num = buffers, len(buffers)
         self.nbytes = min(map(len, buffers))
-        self.owner: Any = None
+        self.owner: Any = None  # the sweep that uses them
         self._claim: Callable[[], Claim | None] = lambda: None
 
     def claim(self) -> Claim:
-        """The buffers for one call, which signals' handlers may interrupt: a lock knows threads alone.
+        """The buffers for one call, which signals' handlers may interrupt: locks know threads alone.
 
-        Raises:
-          StateError: another call has them, which this one interrupts.
+        Raises a `StateError` if another call, which this one interrupts, has them.
         """
         claim = self._claim()
         if claim is not None and claim.is_live:

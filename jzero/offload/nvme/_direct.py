@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is read and written past the page cache (O_DIRECT), where the file system lets one."""
+"""A file that is read and written past the page cache (O_DIRECT), where the file system allows it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ class DirectFile:
     """An open file, locked for this process; transfers are of whole pages, from memory of `memory_alignment`.
 
     A transfer that fails, or finds the file cut, raises a `StateError` that says of what it was.
-
-    Attributes:
-      path: where it is.
-      direct: whether transfers go past the page cache.
-      why_not: the reason, in words, if they do not; else empty.
     """
 
     _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
@@ -45,6 +40,7 @@ class DirectFile:
           OptionError: another run has it, it cannot be opened or is no regular file, or this is not Linux.
           StateError: it is not there.
         """
+        # `why_not` says in words why transfers do not go past the page cache.
         self.path, self._who, self._fd, self.why_not = path, who, -1, ""
         if sys.platform != "linux":
             raise OptionError(message(
@@ -119,7 +115,7 @@ class DirectFile:
         return fd
 
     def _lock(self) -> None:
-        """The kernel gives it back when the process ends, however it does."""
+        """The kernel releases it when the process ends, however it does."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
@@ -168,10 +164,9 @@ class DirectFile:
         return done + moved, refused
 
     def resize(self, size: int) -> None:
-        """Makes the file so long, and reserves its space on the disk; 0 empties it.
+        """Sets the size of the file, and reserves its space on the disk; 0 empties it.
 
-        Raises:
-          OSError: there is no room (`ENOSPC`, `EDQUOT`), or a file may not be so long (`EFBIG`).
+        Raises an `OSError` if there is no room (`ENOSPC`, `EDQUOT`), or a file may not be so long (`EFBIG`).
         """
         if size:
             os.posix_fallocate(self._fd, 0, size)
@@ -179,11 +174,10 @@ class DirectFile:
             os.ftruncate(self._fd, 0)
 
     def sync(self) -> None:
-        """Returns when all that was written is on the medium.
+        """Returns when all that was written is on the medium; else raises a `StateError`.
 
-        Raises:
-          StateError: some of it may not be. A second try would succeed and mean nothing, since the kernel
-            tells of a page that it could not write once only.
+        A second try would succeed and mean nothing, since the kernel reports a page that it could not write
+        only once.
         """
         try:
             os.fdatasync(self._fd)
@@ -202,17 +196,15 @@ class DirectFile:
         ))  # fmt: skip
 
     def cut(self, needed: str) -> StateError:
-        """What is said of a file that is shorter than it was."""
+        """The error for a file that is shorter than it was."""
         return StateError(message(
             self._who, f"{self.path} has {self.size} bytes, and {needed}: it was cut", _DAMAGED,
             "Restore the last checkpoint into a new path, without resume=True."))  # fmt: skip
 
     def close(self) -> None:
-        """Closes the file and gives the lock back; again, does nothing."""
+        """Closes the file and releases the lock; again, does nothing."""
         if self._fd >= 0:
-            with contextlib.suppress(
-                OSError
-            ):  # Children that were just forked may still have it open.
+            with contextlib.suppress(OSError):  # A child that was just forked may have it open.
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.forget()
 
@@ -224,7 +216,7 @@ class DirectFile:
 
 
 def _forget_in_child() -> None:
-    """A forked child that kept the files open would keep their locks beyond its parent's end."""
+    """A forked child that kept the files open would keep their locks after its parent has ended."""
     for file in list(_open_files):
         file.forget()
 
@@ -233,7 +225,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _file_system(fd: int) -> str:
-    """The kind of file system that a file is on, by the kernel's name; empty if nothing says it."""
+    """The kernel's name for the kind of file system of a file; '' if nothing says it."""
     device = os.fstat(fd).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -270,13 +262,13 @@ def alignment(fd: int) -> int | None:
 
 
 def alignment_of_memory(fd: int) -> int:
-    """The same of memory alone, which is often less: an NVMe disk asks for 4 bytes, and 512 of offsets."""
+    """The same of memory alone, often less: an NVMe disk needs 4 bytes, and 512 of offsets."""
     found = _asked(fd)
     return PAGE if found is None else found.dio_mem_align or PAGE
 
 
 def _asked(fd: int) -> _Statx | None:
-    """What O_DIRECT asks for; None where nothing says it."""
+    """What O_DIRECT needs; None where nothing says it."""
     found = _Statx()
     try:
         statx = ctypes.CDLL(None, use_errno=True).statx

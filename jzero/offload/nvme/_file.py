@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,17 +28,7 @@ _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
 class TileFile:
     """An open file of tiles; see [Note: slots] in `_header.py`.
 
-    What reads raises a `StateError` if the disk fails, or has not what was written; what writes, if it fails.
-
-    Attributes:
-      layout: what is where in its tiles.
-      frozen: whether its tiles are those of every step.
-      target: the slot that is being written.
-      size: bytes of the file.
-      steps: the steps that are complete in it, and the slot that has each.
-      run: the random id of whoever writes it from here on.
-      file: what it is on the disk.
-      gradients: those that wait in it for the update.
+    Reads raise a `StateError` if the disk fails, or what was written is damaged; writes, if they fail.
     """
 
     def __init__(
@@ -58,7 +47,7 @@ class TileFile:
         self._places = Places.of(len(self._about), rooms, num, own)
         self._page = pages(PAGE)
         self._generation = 0
-        self.target = -1
+        self.target = -1  # the slot that is being written
         # The checksums of each slot, uint32, as the disk has them: in whole pages.
         size = _header.table_bytes(num)
         self._tables = [pages(max(size, PAGE))[:size] for _ in range(own)]
@@ -67,13 +56,11 @@ class TileFile:
         self.size = self._places.size
         self._written = np.zeros(len(self._tile_bytes), bool)
         self._crcs: dict[int, int] = {}
-        self.steps: dict[Write, int] = {}
+        self.steps: dict[Write, int] = {}  # complete ones, and the slot of each
 
     @property
     def path(self) -> Path:
         return self.file.path
-
-    # ------------------------------------------------------------------------------- made and opened
 
     def make(self) -> None:
         """Reserves the space of the empty file, and writes what it is.
@@ -97,9 +84,8 @@ class TileFile:
     def open(self) -> None:
         """Reads which steps it has.
 
-        Raises:
-          StateError: it is cut, damaged, of another version, another state's, or made with another
-            `in_place`.
+        Raises a `StateError` if it is cut, damaged, of another version, another state's, or made with another
+        `in_place`.
         """
         found = headers(self._who, self.file)
         if len(found) == 1 and found[0].slots == 1:
@@ -143,18 +129,15 @@ class TileFile:
         if zlib.crc32(raw) != header.about_crc:
             raise self._damaged("has a damaged description", "its checksum is another one")
         if raw != self._about:
-            raise other_state(self._who, self.path, self._parsed(raw), json.loads(self._about))
-
-    def _parsed(self, about: bytes) -> Any:
-        try:
-            return parsed(about)
-        except Malformed as error:
-            raise self._damaged("has a description that is none", listed(error.args)) from error
+            try:
+                there = parsed(raw)
+            except Malformed as error:
+                found = listed(error.args)
+                raise self._damaged("has a description that is none", found) from error
+            raise other_state(self._who, self.path, there, json.loads(self._about))
 
     def _damaged(self, what: str, found: str) -> StateError:
         return _damaged(self._who, self.file, what, found)
-
-    # ------------------------------------------------------------------------------------- steps
 
     def load(self, step: Write) -> None:
         slot = self.steps[step]
@@ -164,7 +147,7 @@ class TileFile:
             raise self._damaged(f"has damaged {what}", "theirs is another one")
 
     def begin(self, step: int, keep: Write | None) -> None:
-        """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
+        """Marks a slot as being written, on the disk; of two, not that of the step `keep`."""
         self.target = self._other_than(keep)
         if self.is_filled:
             return
@@ -175,7 +158,7 @@ class TileFile:
         self.file.sync()
 
     def begin_gradients(self, keep: Write) -> None:
-        """From here on gradients may be written over the slot that has not this step, if there are two."""
+        """From here on gradients may overwrite, of two slots, the one without this step."""
         if self.frozen or not self.gradients.layout.num_tiles:
             return
         target = self._other_than(keep)
@@ -195,11 +178,11 @@ class TileFile:
 
     @property
     def is_filled(self) -> bool:
-        """Whether its tiles are there for good."""
+        """Whether its tiles will not change."""
         return self.frozen and bool(self.steps)
 
     def read(self, slot: int, tile: int, buffer: np.ndarray) -> None:
-        """Reads a tile into a buffer, whose rest is left as it is."""
+        """Reads a tile into a buffer, the rest of which is left as it is."""
         at = self._places.tiles[slot][tile]
         self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
         first = self.layout.first_checksums[tile]
@@ -207,7 +190,7 @@ class TileFile:
             self._check(slot, number, f"a damaged tile {tile}", at + start, buffer[start:stop])
 
     def read_lone(self, slot: int, tile: int, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
+        """Reads the pages of a tile's lone extent `i` into a buffer."""
         extent = self.layout.tiles[tile][i]
         start, stop = extent.pages
         at, part = self._places.tiles[slot][tile] + start, buffer[: stop - start]
@@ -218,7 +201,7 @@ class TileFile:
     def _check(self, slot: int, number: int, what: str, at: int, part: np.ndarray) -> None:
         found, expected = checksum(part), int(self._tables[slot].view(np.uint32)[number])
         if found != expected:
-            # The step that reads it may have begun to write over the step before.
+            # The step that reads it may have begun to overwrite the step before.
             raise StateError(message(
                 self._who, f"{self.path} has {what}, bytes {at} to {at + len(part)}: its checksum is "
                 f"{found:08x}, and {expected:08x} was written",
@@ -231,11 +214,11 @@ class TileFile:
         self._written[tile] = True
 
     def write_part(self, tile: int, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes some bytes of a tile, of which no checksum is noted, by way of a buffer."""
+        """Writes some bytes of a tile through a buffer, without a checksum."""
         start, end = offset // PAGE * PAGE, offset + len(values)
         stop, what = whole_pages(end), f"tile {tile}"
         at, part = self._places.tiles[self.target][tile] + start, buffer[: stop - start]
-        # Of pages at the ends, others have their parts.
+        # The pages at the ends have parts of others.
         shared = [0] * (start < offset) + [len(part) - PAGE] * (end < stop)
         for page in dict.fromkeys(shared):
             self.file.read(part[page : page + PAGE], at + page, what)
@@ -269,12 +252,12 @@ class TileFile:
         self.file.sync()
 
     def committed(self, step: int) -> None:
-        """Says which steps the file has, now that all files have this one."""
+        """Updates `steps`, once all files have this step."""
         kept = {s: slot for s, slot in self.steps.items() if slot != self.target}
         self.steps = kept | {Write(step, self.run): self.target}
 
     def _put(self, state: str, slot: int, step: int, table_crc: int = 0) -> None:
-        """Writes a header page: that of the slot, or the older one if there is one slot."""
+        """Writes a header page: the slot's, or the older one if there is one slot."""
         self._generation += 1
         header = Header(
             generation=self._generation, state=state, slot=slot, step=step, table_crc=table_crc,
@@ -287,11 +270,7 @@ class TileFile:
 
 
 def headers(who: str, file: DirectFile) -> list[Header]:
-    """The intact header pages of a file, one or two.
-
-    Raises:
-      StateError: there is none, or another version wrote them.
-    """
+    """The intact header pages of a file, one or two; else raises a `StateError`."""
     found, versions = [], set()
     for k, page in enumerate(header_pages(file)):
         try:

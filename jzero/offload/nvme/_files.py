@@ -26,14 +26,9 @@ _POLL_SECONDS = 0.005
 
 
 class TileAt(NamedTuple):
-    """A tile of some file.
+    """A tile of some file."""
 
-    Attributes:
-      file: which one, in the order of the files' names as they were given.
-      tile: its number in the file.
-    """
-
-    file: int
+    file: int  # in the order of names as they were given
     tile: int
 
 
@@ -48,23 +43,20 @@ class TileFiles:
                 update(visit.buffer)
         files.commit(step)                  # or files.abort(), after any error
 
-    What reads and writes tiles, parts of them and gradients may be called by any thread, as `note_checksums`
-    may, and the rest by one at a time. All of it raises a `StateError` if the disk fails or has not what was
-    written, and if the files are lost.
-
-    Attributes:
-      layouts: of each file, what is where in its tiles.
-      committed: the commit that is read; None if there is none yet.
+    What reads and writes tiles, parts of them and gradients may be called by any thread, and so may
+    `note_checksums`; the rest by one at a time. All of it raises a `StateError` if the disk fails, what was
+    written is damaged, or the files are lost.
     """
 
     def __init__(self, who: str, files: Sequence[TileFile], in_place: bool) -> None:
-        """Use `create` or `open`."""
         self._who, self._files, self._in_place = who, list(files), in_place
         self.layouts = [file.layout for file in files]
         self.committed: Write | None = None
         self._slots: list[int] = []  # The slot of `committed` in each file.
         self._writing: int | None = None
-        self._lost: int | None = None  # The step at which files in one slot were left in between.
+        self._lost: int | None = (
+            None  # the step that left tiles of two steps in files with one slot
+        )
         self._pins: weakref.WeakSet[Pin] = weakref.WeakSet()
 
     @classmethod
@@ -72,19 +64,18 @@ class TileFiles:
         cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, run: str | None = None, ready: Callable[[], None] | None = None,
     ) -> TileFiles:  # fmt: skip
-        """Makes the files, which have no step yet, and reserves all of their space.
+        """Makes the files, which have no step yet, and reserves their space; if it fails, it leaves nothing.
 
-        A call that fails leaves nothing behind.
+        A folder of a run that ended before its first step was complete gets another name, with a warning.
 
         Args:
           who: what the user called; errors begin with it.
-          folder: of the files; made. What is there of a run that ended before its first step was complete
-            gets another name, and a warning says which.
+          folder: of the files; made.
           specs: of each file, by its name.
           in_place: one slot instead of two.
           run: the id of all processes of the run; a new one by default.
-          ready: returns when all processes have made their files, all of which have decided that they may;
-            by default this one decides, and is alone.
+          ready: returns when all processes, which have decided that they may, have made their files; by
+            default this process is alone, and decides.
 
         Raises:
           OptionError: there is no room, files with a step are there, or another run has them.
@@ -92,7 +83,7 @@ class TileFiles:
         folder = Path(folder)
         if ready is None:
             _check_alone(who, folder)
-        made = _making.make(who, folder, specs, in_place, run or new_run(), ready or _is_alone)
+        made = _making.make(who, folder, specs, in_place, run or new_run(), ready or (lambda: None))
         return cls(who, made, in_place)
 
     @classmethod
@@ -120,8 +111,6 @@ class TileFiles:
             files.select(step)
             undo.pop_all()
         return files
-
-    # ------------------------------------------------------------------------------- what there is
 
     @property
     def step(self) -> int | None:
@@ -153,7 +142,7 @@ class TileFiles:
 
     @property
     def note(self) -> str:
-        """What is to be said of the file system; empty if nothing is."""
+        """What users should know of the file system; '' if nothing."""
         found = {file.file.why_not for file in self._files} - {""}
         if not found:
             return ""
@@ -178,16 +167,14 @@ class TileFiles:
         return max((layout.most_bytes for layout in self.layouts), default=0)
 
     def tiles(self) -> Iterator[TileAt]:
-        """Those that a step writes: of each file in turn its first, then of each its second, and so on.
+        """The tiles that a step writes: the first of each file, then the second of each, and so on.
 
-        So the shards of all devices go ahead side by side. Of files that are frozen the first step's only.
+        So the shards of all devices advance side by side. Frozen files are written in the first step only.
         """
         for tile in range(max((x.num_tiles for x in self.layouts), default=0)):
             for file, layout in enumerate(self.layouts):
                 if tile < layout.num_tiles and not self._files[file].is_filled:
                     yield TileAt(file, tile)
-
-    # --------------------------------------------------------------------------------------- steps
 
     def select(self, step: Write | None = None) -> None:
         """Before the first `begin`: reads another step from here on; None is the newest that all have."""
@@ -215,9 +202,9 @@ class TileFiles:
             file.begin(step, self.committed)
 
     def begin_gradients(self) -> None:
-        """Lets gradients be written, where the next step will be, or behind the only slot; waits for pins.
+        """Lets gradients be written where the next step will be, or behind the only slot; waits for pins.
 
-        Again, forgets those that were written: nothing else needs to be done if a step fails meanwhile.
+        Called again, it forgets those that were written, so a step may fail meanwhile.
         """
         self._check()
         assert self._writing is None, "begin_gradients, without commit or abort of the step before"
@@ -233,8 +220,7 @@ class TileFiles:
     def commit(self, step: int) -> None:
         """Makes the step that was written the committed one, on all disks.
 
-        Raises:
-          StateError: a disk fails; then the step before is still committed, with two slots.
+        Raises a `StateError` if a disk fails; with two slots, the step before is then still committed.
         """
         assert self._writing == step, f"commit of step {step}, and {self._writing} was begun"
         for file in self._files:
@@ -263,8 +249,6 @@ class TileFiles:
                 "survives.",
             ))  # fmt: skip
 
-    # --------------------------------------------------------------------------------------- tiles
-
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
         """Reads a tile of the committed step into a buffer."""
         self._check()
@@ -272,7 +256,7 @@ class TileFiles:
         self._files[at.file].read(self._slots[at.file], at.tile, buffer)
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, of the committed step, into a buffer."""
+        """Reads the pages of a tile's lone extent `i`, of the committed step, into a buffer."""
         self._check()
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read_lone(self._slots[at.file], at.tile, i, buffer)
@@ -313,10 +297,8 @@ class TileFiles:
         self._pins.add(pin)
         return pin
 
-    # ----------------------------------------------------------------------------------------- end
-
     def close(self) -> None:
-        """Closes the files, and lets another run have them; again, does nothing."""
+        """Closes the files, and releases their locks; again, does nothing."""
         for file in self._files:
             file.file.close()
 
@@ -333,11 +315,7 @@ class TileFiles:
 
 
 class Pin:
-    """The right to read one step, while it lives: `begin` of the step that would write over it waits.
-
-    Attributes:
-      step: which one.
-    """
+    """The right to read one step, while it lives: `begin` of the step that would overwrite it waits."""
 
     def __init__(
         self, step: int, slots: Sequence[tuple[TileFile, int]], pins: weakref.WeakSet[Pin]
@@ -351,13 +329,12 @@ class Pin:
         file.read(slot, at.tile, buffer)
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's extent `i`, which is lone, of the step, into a buffer."""
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read_lone(slot, at.tile, i, buffer)
 
     def release(self) -> None:
-        """Lets steps write over it; again, does nothing."""
+        """Lets steps overwrite it; again, does nothing."""
         self._pins.discard(self)
 
     def __enter__(self) -> Pin:
@@ -375,10 +352,6 @@ def _listed(steps: Sequence[Write]) -> str:
 
 def new_run() -> str:
     return secrets.token_hex(16)
-
-
-def _is_alone() -> None:
-    """There are no other processes whose files must be made."""
 
 
 def _check_alone(who: str, folder: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a state goes on with the files of a folder, replaces them, has new ones made, or is refused.
+"""Whether a state continues the files of a folder, replaces them, has new ones made, or is refused.
 
 [Note: folders] Each process P has the files of state N in `process-P/state-N`. A folder there is in one of
 these states, and goes from one to the next only as the arrows say::
@@ -19,11 +19,11 @@ another version or another program counts neither as empty nor as a state of som
 A kill between the renames of two processes leaves `state-N` unfinished in one and `state-N.making` in the
 other, which counts as unfinished, too. No process completes a step before all have renamed.
 
-[Note: writes] What is on the devices, or comes from a checkpoint, is of one commit to the files: a `Write`.
-Its random id is drawn when files are made, and again whenever they are resumed, by one process for all. So a
-run that goes on from step t, and writes another t+1 than an earlier run has written, or than a run in a copy
-of the folder writes, has another `Write` for it. Headers and checkpoints store it, and files are resumed at
-the very `Write` of the rest of the state, in whichever slot it is, or not at all.
+[Note: writes] What is on the devices, or comes from a checkpoint, belongs to one commit to the files: a
+`Write`. Its random id is drawn when files are made, and again whenever they are resumed, by one process for
+all. So a run that resumes step t, and writes another t+1 than an earlier run has written, or than a run in a
+copy of the folder writes, has another `Write` for it. Headers and checkpoints store it, and files are resumed
+at the very `Write` of the rest of the state, in whichever slot it is, or not at all.
 
 Held by tests/test_nvme_folders.py, which damages every bit of every header.
 """
@@ -46,26 +46,18 @@ PathOf: TypeAlias = Callable[[int, int], Path]
 
 
 class Folder(NamedTuple):
-    """What one process has found in a `state-N`, in which there are files.
+    """What one process has found in a `state-N`, in which there are files."""
 
-    Attributes:
-      use: whether a state of this process has `MADE` the files or `RESUMED` them and is alive, has made them
-        and is `GONE`, or the files are `FOREIGN` to it.
-      problem: why they are neither of a step nor unfinished; empty otherwise.
-      writes: the commits that all files have.
-      last: the newest step that any of them has; -1 if none has one.
-      unfinished: whether the pages of one of them say that the first step was never complete.
-      intact: whether all pages are.
-      runs: whose pages there are.
-    """
-
+    # a live state of this process has `MADE` or `RESUMED` the files; or it made them and is `GONE`; or they
+    # are `FOREIGN`
     use: str = FOREIGN
-    problem: str = ""
-    writes: tuple[Write, ...] = ()
-    last: int = -1
+    problem: str = ""  # why they are neither of a step nor unfinished; '' otherwise
+    writes: tuple[Write, ...] = ()  # the commits that all files have
+    last: int = -1  # the newest step in any file; -1 if there is none
+    # whether the pages of a file say that the first step was never complete
     unfinished: bool = False
-    intact: bool = True
-    runs: tuple[str, ...] = ()
+    intact: bool = True  # whether all pages are
+    runs: tuple[str, ...] = ()  # the ids in all pages
 
     @classmethod
     def of_json(cls, value: Sequence[Any]) -> Folder:
@@ -76,47 +68,37 @@ class Folder(NamedTuple):
 
 
 class GivenWrites(NamedTuple):
-    """Which commit a state that is to be placed is of, leaf by leaf; None for a leaf that is of none.
+    """The commit of each leaf of a state that is to be placed; None for a leaf without one."""
 
-    Attributes:
-      rest: of leaves that do not go into files, by path; of all if all do.
-      files: of those that do.
-    """
-
+    # leaves that do not go into files, by path; all leaves if all do
     rest: Mapping[str, Write | None]
-    files: Sequence[Write | None] = ()
+    files: Sequence[Write | None] = ()  # leaves that go into files
 
     @property
     def write(self) -> Write | None:
-        """The commit that all of the rest is of."""
+        """The commit that all of the rest belongs to."""
         found = {*self.rest.values()}
         return found.pop() if len(found) == 1 else None
 
     @property
     def is_partial(self) -> bool:
-        """Whether the rest is of some commit, and leaves that go into files are not: these are not given."""
+        """Whether leaves that go into files are not of the commit of the rest: these are not given."""
         of_rest = {*self.rest.values()} - {None}
         return bool(of_rest) and not {*self.files} <= of_rest
 
 
 class Choice(NamedTuple):
-    """What is to be done.
+    """What is to be done."""
 
-    Attributes:
-      number: of the folder.
-      write: the commit at which its files are resumed; None if new ones are made.
-      replaces: whether they take the place of files that are there.
-      refusal: why nothing can be done: what was found, the rule, and what to do.
-    """
-
-    number: int = 0
+    number: int = 0  # of the folder
+    # the commit at which its files are resumed; None if new ones are made
     write: Write | None = None
-    replaces: bool = False
-    refusal: tuple[list[str], str, str] | None = None
+    replaces: bool = False  # whether these take the place of others
+    refusal: tuple[list[str], str, str] | None = None  # what was found, the rule, and what to do
 
 
 def judge(files: Mapping[str, Sequence[bytes]]) -> Folder:
-    """What both header pages of all files of a folder say together, fewer of a file that is too short."""
+    """What the header pages of all files of a folder say together; files that are too short have fewer."""
     found = {name: [_unpacked(page) for page in pages] for name, pages in files.items()}
     problems = [f"{name} {text}" for name, pages in found.items() if (text := _problem(pages))]
     intact = [[page for page in pages if isinstance(page, Header)] for pages in found.values()]
@@ -142,7 +124,7 @@ def _unpacked(page: bytes) -> Header | int | None:
 
 
 def _problem(pages: Sequence[Header | int | None]) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """What is wrong with a file; '' if nothing is."""
     versions = [page for page in pages if isinstance(page, int)]
     if versions:
         return f"has version {max(versions)} of the format, and not {_header.VERSION}"
@@ -164,11 +146,8 @@ def decide(
 ) -> Choice:
     """What all processes do, each of which decides by the same facts.
 
-    Args:
-      found: of each process the folders that are there, by their numbers.
-      path: what messages call a folder, by its process and number.
-      resume: whether files that are there are gone on with.
-      wanted: which commit the state that is placed is of.
+    `found` has, of each process, the folders by their numbers; `path` is what messages call a folder, by
+    process and number; `wanted` is the commit of the state that is placed.
     """
     numbers = sorted({number for folders in found for number in folders})
     of = {number: [folders.get(number) for folders in found] for number in numbers}
@@ -204,9 +183,9 @@ def _is_kept(folders: Sequence[Folder | None]) -> bool:
 
 
 def _may_go(folders: Sequence[Folder]) -> bool:
-    """Whether no state was ever returned that these files are of, or only one that this process had.
+    """Whether these files belong to no state that was ever returned, or to one that only this process had.
 
-    One file whose intact pages never were complete proves the first; see [Note: folders].
+    One file whose intact pages were never complete proves the first; see [Note: folders].
     """
     if not all(folder.intact and not folder.problem for folder in folders):
         return False

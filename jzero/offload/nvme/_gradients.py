@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that wait in a file of tiles until the update reads them with the tile that they belong to.
+"""Gradients that wait in a file of tiles until the update reads them with their tile.
 
 [Note: gradients in files] A gradient waits where the new state of its tile will be written: in the slot that
 the update does not read, or, with `in_place`, behind the tile. The update reads a tile and its gradients
-before it writes that tile, so two slots cost no byte more. What waits there is of one run, and of no use
-after a kill: the slot then says that it has no step (see [Note: slots] in `_header.py`), and no table of
-their checksums is on the disk. They are checked all the same, from memory, since a flipped bit of a gradient
+before it writes that tile, so two slots need no more space. Gradients are of one run, and of no use after a
+kill: the slot then says that it has no step (see [Note: slots] in `_header.py`), and no table of their
+checksums is on the disk. They are checked all the same, from memory, since a flipped bit of a gradient
 would be trained on, and not found.
 """
 
@@ -22,15 +22,13 @@ from jzero.offload.nvme._layout import TileLayout
 
 
 class WaitingGradients:
-    """Those of one file, extent by extent in any order; each extent has pages and a checksum of its own.
+    """Gradients in one file, extent by extent in any order; each extent has its own pages and checksum.
 
-    Raises a `StateError` if the disk fails, or has not what was written.
-
-    Attributes:
-      layout: what is where behind the start of each tile's gradients; none in a file without gradients.
+    Raises a `StateError` if the disk fails, or what was written is damaged.
     """
 
     def __init__(self, who: str, file: DirectFile, layout: TileLayout) -> None:
+        # `layout` is relative to the start of each tile's gradients.
         self._who, self._file, self.layout = who, file, layout
         num = layout.first_checksums[-1]
         self._checksums, self._there = np.zeros(num, np.uint32), np.zeros(num, bool)
@@ -41,7 +39,7 @@ class WaitingGradients:
         return self.layout.nbytes[tile] if self.layout.num_tiles else 0
 
     def begin(self, starts: Sequence[int]) -> None:
-        """Forgets what is there; the gradients of each tile go to `starts` in the file."""
+        """Forgets what was written; the gradients of each tile go to `starts` in the file."""
         self._starts = starts
         self._there[:] = False
 
@@ -56,7 +54,7 @@ class WaitingGradients:
         self._there[number] = True
 
     def read(self, tile: int, buffer: np.ndarray) -> None:
-        """Reads all of a tile's gradients into a buffer, of which they are the first `nbytes(tile)`."""
+        """Reads all of a tile's gradients into the first `nbytes(tile)` of a buffer."""
         if not (size := self.nbytes(tile)):
             return
         self._file.read(buffer[:size], self._starts[tile], f"gradients of tile {tile}")

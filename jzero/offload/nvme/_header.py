@@ -13,16 +13,16 @@ moment a slot that says "complete" is complete, and the slot that a step reads s
 step after it.
 
 With `in_place` there is one slot, whose pages are written in turn; the newer one counts. "writing" then means
-that the tiles are of no one step: the file is dirty. A page that is not intact may have said so.
+that the tiles belong to no one step: the file is dirty. A page that is not intact may have said so.
 
 [Note: several files] The files of a process are written together: all tiles of all files are synced before
 the first header says "complete". A kill between two headers leaves files that have steps t and t+1 beside
 files that have t (their other slot says "writing"). The newest step that all files have is chosen when they
 are opened: t here, and never a mixture. Processes choose among the steps that each of them has (`decide` in
-`_folders.py`); so no process may begin step t+2, which writes over t, before all have committed t+1.
+`_folders.py`); so no process may begin step t+2, which overwrites t, before all have committed t+1.
 
-[Note: frozen files] What no step changes is in files of its own, whose tiles are written with the first step,
-once. Their two slots are the same tiles, and a step that is committed only writes the older header page:
+[Note: frozen files] Leaves that no step changes are in files of their own, whose tiles are written once, with
+the first step. Their two slots are the same tiles, and a commit only writes the older header page:
 "complete", its step. So the two last steps are there, as in files with two slots, whatever is killed when.
 They go first: where files are written `in_place`, one that says t+1 has lost t.
 Held by tests/test_nvme_kills.py, which kills at every operation on a file.
@@ -47,50 +47,30 @@ _MAGIC = "jzero tiles"
 
 
 class Write(NamedTuple):
-    """One commit of a state to its files; see [Note: writes] in `_folders.py`.
+    """One commit of a state to its files; see [Note: writes] in `_folders.py`."""
 
-    Attributes:
-      step: how many came before it: 0 for the one with which files are filled.
-      run: the random id of whoever made it, 32 hexadecimal digits.
-    """
-
-    step: int
-    run: str
+    step: int  # 0 for the one with which files are filled
+    run: str  # the random id of whoever made it, 32 hexadecimal digits
 
     def __str__(self) -> str:
         return f"step {self.step} of run {self.run[:8]}"
 
 
 class Header(NamedTuple):
-    """What one of the two pages says.
+    """What one of the two pages says; the JSON has these names."""
 
-    Attributes:
-      generation: counts the pages that were written; the newer one has the higher.
-      state: of the slot: `EMPTY`, `WRITING` or `COMPLETE`.
-      slot: which one.
-      step: which one the slot has, or is to have; -1 if none.
-      table_crc: CRC-32 of the slot's table of checksums.
-      slots: how many there are.
-      num_tiles: in each.
-      about_bytes: of the JSON text that says what the file is, after the two pages.
-      about_crc: its CRC-32.
-      size: bytes of the file.
-      run: the random id of whoever wrote the page.
-      version: of this format.
-    """
-
-    generation: int
-    state: str
+    generation: int  # counts the pages that were written; the newer one has the higher
+    state: str  # of the slot: `EMPTY`, `WRITING` or `COMPLETE`
     slot: int
-    step: int
-    table_crc: int
+    step: int  # that the slot has, or is to have; -1 if none
+    table_crc: int  # CRC-32 of the slot's checksums
     slots: int
-    num_tiles: int
-    about_bytes: int
+    num_tiles: int  # in each slot
+    about_bytes: int  # of the JSON text that says what the file is, after the two pages
     about_crc: int
-    size: int
-    run: str
-    version: int = VERSION
+    size: int  # of the file, in bytes
+    run: str  # the random id of whoever wrote the page
+    version: int = VERSION  # of this format
 
     @property
     def of_file(self) -> tuple[int, ...]:
@@ -111,7 +91,7 @@ class Header(NamedTuple):
 
 
 def unpack(page: np.ndarray) -> Header | int | None:
-    """What a page says; the version of one that another version of jzero wrote; None if it is not intact."""
+    """What a page says; the version that another version of jzero wrote; None if it is not intact."""
     try:
         return checked(page)
     except Malformed:
@@ -119,10 +99,9 @@ def unpack(page: np.ndarray) -> Header | int | None:
 
 
 def checked(page: np.ndarray) -> Header | int | None:
-    """The same of one that is not torn or rotten.
+    """Like `unpack`, for a page that is not torn or rotten.
 
-    Raises:
-      Malformed: its checksum is right, and no run of jzero can have written what it says.
+    Raises `Malformed` if its checksum is right, and no run of jzero can have written what it says.
     """
     first, _, text = page.tobytes().rstrip(b"\0").partition(b"\n")
     if first != f"{_MAGIC} {zlib.crc32(text):08x}".encode():
@@ -143,7 +122,7 @@ _MOST = {"slot": 2, "slots": 3, "table_crc": 2**32, "about_crc": 2**32}
 
 
 def _out_of_bounds(fields: dict[str, Any]) -> list[str]:
-    """What of fields of the right types no run has written: a checksum says who wrote, and not what."""
+    """What of fields of the right types no run has written: a checksum does not authenticate."""
     bad = [f"it has {_json.shown(name)}, which is no field" for name in fields if name not in _FORM]
     bad += [f"{name} is {_json.shown(value)}" for name, value in fields.items()
             if type(value) is int and not -(name == "step") <= value < _MOST.get(name, 2**63)]  # fmt: skip
@@ -162,21 +141,14 @@ def _out_of_bounds(fields: dict[str, Any]) -> list[str]:
 
 
 class Places(NamedTuple):
-    """Where everything is in a file: bytes from its start, in whole pages.
+    """Where everything is in a file: bytes from its start, in whole pages."""
 
-    Attributes:
-      table: of the checksums of each slot, uint32[n].
-      tiles: of each slot, where each tile starts.
-      size: of the file.
-    """
-
-    table: tuple[int, ...]
-    tiles: tuple[tuple[int, ...], ...]
+    table: tuple[int, ...]  # of the checksums of each slot, uint32[n]
+    tiles: tuple[tuple[int, ...], ...]  # the start of each tile in each slot
     size: int
 
     @classmethod
     def of(cls, about_bytes: int, tile_bytes: list[int], num_checksums: int, slots: int) -> Places:
-        """Of a file with tiles of so many bytes."""
         at = 2 * PAGE + whole_pages(about_bytes)
         table = tuple(at + k * table_bytes(num_checksums) for k in range(slots))
         at += slots * table_bytes(num_checksums)

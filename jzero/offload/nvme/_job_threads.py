@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that do what a caller asks for, in the order in which it asks: reads, writes, updates."""
+"""Threads that do jobs in the order in which they are given: reads, writes, updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from jzero._thread_group import POLL_SECONDS, ThreadGroup
 
-# Given a buffer of its thread, reads or writes something, or computes.
+# Reads, writes or computes something, with its thread's buffer.
 Job: TypeAlias = Callable[[np.ndarray], None]
 NO_BUFFER = np.empty(0, np.uint8)
 
@@ -22,8 +22,8 @@ NO_BUFFER = np.empty(0, np.uint8)
 class Asked:
     """Jobs that are awaited together.
 
-    Whether they are done is read, and not counted by who waits: an interrupt takes nothing away, nor does a
-    signal's handler that waits for other jobs.
+    A waiting caller reads whether they are done, and takes nothing away: so an interrupt loses nothing, nor
+    does a signal's handler that waits for other jobs.
     """
 
     __slots__ = ("_done", "_num", "news")
@@ -43,7 +43,7 @@ class Asked:
 
 
 class JobThreads:
-    """Some threads, each with a buffer: `uint8[nbytes]`, on a page, of nobody else meanwhile.
+    """Some threads, each with a buffer of its own: `uint8[nbytes]`, on a page.
 
     Behaves like::
 
@@ -88,18 +88,14 @@ class JobThreads:
             self._jobs.group.start([(self._jobs.do, buffer) for buffer in self._buffers])
 
     def ask(self, jobs: Sequence[Job]) -> Asked:
-        """Has jobs done, after all that was asked before was begun."""
+        """Has jobs done, after all earlier ones were begun."""
         asked = Asked(len(jobs))
         for job in jobs:
             self._jobs.waiting.put((asked, job))
         return asked
 
     def wait(self, asked: Asked) -> None:
-        """Returns when these jobs are done.
-
-        Raises:
-          BaseException: what a job has raised, of these or of others.
-        """
+        """Returns when these jobs are done; raises what a job has raised, of these or of others."""
         while not asked.is_done:
             if self._jobs.group.errors:
                 raise self._jobs.group.errors[0]
@@ -108,7 +104,7 @@ class JobThreads:
 
 
 class _Jobs:
-    """What the threads share; they have no way to the `JobThreads`, so that it can be dropped."""
+    """What the threads share; it has no reference to the `JobThreads`, so that this can be dropped."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -124,4 +120,4 @@ class _Jobs:
             asked, job = item
             job(buffer)
             asked.one_is_done()
-            del item, asked, job  # And what it has read or written.
+            del item, asked, job  # and what it has read or written

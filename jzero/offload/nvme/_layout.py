@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is where in the tiles of a file: parts of leaves, one after the other."""
+"""The layout of tiles in a file: parts of leaves, one after the other."""
 
 from __future__ import annotations
 
@@ -15,36 +15,28 @@ import numpy as np
 LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
 # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
 PAGE = 4096
-# Of a leaf: its name, first byte and how many, and whether it is lone.
+# Name of a leaf, first byte, number of bytes, and whether it is lone.
 LeafRange: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
 
 
 class Extent(NamedTuple):
-    """Part of a leaf in a tile.
-
-    Attributes:
-      leaf: its name.
-      start: the part's first byte in the device's shard of the leaf.
-      nbytes: how long it is.
-      offset: where it starts in the tile, a multiple of 64 bytes.
-      lone: whether it is also read without the rest of the tile: it has pages and a checksum of its own.
-    """
+    """Part of a leaf in a tile."""
 
     leaf: str
-    start: int
+    start: int  # first byte in the device's shard of the leaf
     nbytes: int
-    offset: int
-    lone: bool = False
+    offset: int  # in the tile, a multiple of 64 bytes
+    lone: bool = False  # whether it is also read by itself: it has its own pages and checksum
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Of a lone extent: where they start in the tile and where they end, in bytes."""
+        """The first and last byte in the tile of the pages of a lone extent."""
         return self.offset, self.offset + whole_pages(self.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileLayout:
-    """The tiles of one file, as they are stored on the disk.
+    """The tiles of one file, and the extents of each, as they are stored on the disk.
 
     A tile has all leaves of one range of elements, so that an update of that range is one read and one write.
 
@@ -56,23 +48,20 @@ class TileLayout:
     >>> layout.of_leaf("m", 90, 110)
     [(0, 1), (1, 1)]
 
-    What is lone has pages of its own, and a checksum of its own:
+    A lone extent has pages of its own, and a checksum of its own:
 
     >>> layout = TileLayout.of([[("m", 0, 100), ("w", 0, 50, True), ("x", 0, 50, True)]])
     >>> [extent.offset for extent in layout.tiles[0]], layout.checked[0]
     ([0, 4096, 8192], [(0, 4096), (4096, 8192), (8192, 12288)])
-
-    Attributes:
-      tiles: of each tile, its extents.
     """
 
     tiles: tuple[tuple[Extent, ...], ...]
 
     @classmethod
     def of(cls, tiles: Iterable[Sequence[LeafRange]]) -> TileLayout:
-        """Lays parts of leaves out: of each tile `(leaf, start, nbytes)`, the latter two in bytes.
+        """Lays out parts of leaves: `(leaf, start, nbytes)` for each tile, in bytes.
 
-        A part that is to be lone says so: `(leaf, start, nbytes, True)`.
+        A lone part is `(leaf, start, nbytes, True)`.
         """
         return cls(tuple(map(_packed, tiles)))
 
@@ -82,7 +71,7 @@ class TileLayout:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the largest tile on the disk; what a buffer needs."""
+        """Bytes of the largest tile on the disk; the size of a buffer."""
         return max(self.nbytes, default=0)
 
     @functools.cached_property
@@ -93,7 +82,7 @@ class TileLayout:
 
     @functools.cached_property
     def checked(self) -> list[list[tuple[int, int]]]:
-        """Of each tile the ranges of bytes with a checksum each, in order; together they are all of it."""
+        """The ranges of bytes of each tile with a checksum each, in order; together they are all of it."""
         found = []
         for nbytes, extents in zip(self.nbytes, self.tiles, strict=True):
             ends = {end for extent in extents if extent.lone for end in extent.pages}
@@ -102,7 +91,7 @@ class TileLayout:
 
     @functools.cached_property
     def first_checksums(self) -> list[int]:
-        """The number of the first checksum of each tile among all of the file, and how many there are."""
+        """The index of each tile's first checksum in the file; then how many there are."""
         return list(itertools.accumulate(map(len, self.checked), initial=0))
 
     def checksum_of(self, tile: int, i: int) -> int:
@@ -116,7 +105,7 @@ class TileLayout:
         return leaf in self._places
 
     def of_leaf(self, leaf: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-        """The extents that have bytes `start` to `stop` of a leaf: tile, and which one of it."""
+        """The extents with bytes `start` to `stop` of a leaf: tile, and index in it."""
         found = self._places.get(leaf, [])
         first = bisect.bisect_right(found, start, key=lambda place: self._extent(place).start) - 1
         places = []
@@ -130,7 +119,7 @@ class TileLayout:
 
     @functools.cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Of each leaf its places, by where they start in it."""
+        """The extents of each leaf, by where they start in it."""
         found: dict[str, list[tuple[int, int]]] = {}
         for tile, extents in enumerate(self.tiles):
             for i, extent in enumerate(extents):

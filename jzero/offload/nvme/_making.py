@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of files on a disk: looked at, made, and put aside; see [Note: folders] in `_folders.py`."""
+"""Looks for folders of files, makes them, and puts them aside; see [Note: folders] in `_folders.py`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ NAME = re.compile(r"state-(0|[1-9]\d{0,8})")
 
 
 def folders(who: str, base: Path) -> list[tuple[int, Path]]:
-    """The folders of states of one process, by their numbers.
-
-    Raises:
-      OptionError: it cannot be seen what there is.
-    """
+    """The folders of states of one process, by number; raises an `OptionError` if they cannot be listed."""
     try:
         names = os.listdir(base)
     except (FileNotFoundError, NotADirectoryError):
@@ -47,7 +43,7 @@ def folders(who: str, base: Path) -> list[tuple[int, Path]]:
 def look(who: str, folder: Path) -> Folder | None:
     """What is in a folder; None if there are no files of ours in it.
 
-    Nothing is raised of what is there: it is told to the other processes first.
+    It raises nothing for what is there: other processes are told first.
     """
     if not folder.is_dir() or folder.is_symlink():
         return Folder(problem="it is no folder", intact=False)
@@ -69,12 +65,12 @@ _EMPTY = bytes(4096)
 
 
 def _tiles_in(folder: Path) -> list[Path]:
-    """All that is named as our files are, whatever it is."""
+    """Whatever has a name like our files."""
     return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIX))
 
 
 def _regular_in(folder: Path) -> list[Path]:
-    """Those of them that are files, as ours are."""
+    """Those of them that are regular files."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     return [path for path in _tiles_in(folder) if stat.S_ISREG(path.lstat().st_mode)]
@@ -86,10 +82,8 @@ def make(
 ) -> list[TileFile]:  # fmt: skip
     """Makes the files of a folder, and those around it; reserves their space; puts aside what is there.
 
-    A call that fails leaves nothing of its own behind. `ready` returns when all processes have made theirs.
-
-    Raises:
-      OptionError: there is no room, or another run makes files there.
+    If it fails, it leaves nothing of its own. `ready` returns when all processes have made theirs. Raises an
+    `OptionError` if there is no room, or another run makes files there.
     """
     making, made = folder.with_name(folder.name + _MAKING), list[TileFile]()
     with contextlib.ExitStack() as undo, _named(who, folder, made):
@@ -121,7 +115,7 @@ def make(
 
 
 def put_aside(who: str, folder: Path) -> None:
-    """Gives a folder another name, and says which, unless it is empty."""
+    """Gives a folder another name, and warns with it, unless it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
         return
@@ -140,10 +134,9 @@ def put_aside(who: str, folder: Path) -> None:
 
 
 def clear(who: str, folder: Path) -> None:
-    """Removes what a start that was killed has left of our files, and the folder; else it is put aside.
+    """Removes what a killed start has left of our files, and the folder; else puts it aside.
 
-    Raises:
-      OptionError: another run has one of them.
+    Raises an `OptionError` if another run has one of them.
     """
     for path in _regular_in(folder):
         with contextlib.closing(DirectFile(who, path)):
@@ -160,7 +153,7 @@ def remove(folder: Path, names: Sequence[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """So that the names of the files survive a power cut."""
+    """Makes the names of the files survive a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -169,7 +162,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make_around(folder: Path, undo: contextlib.ExitStack) -> None:
-    """Makes the folders around one; those that it made go again if what follows fails."""
+    """Makes the folders around one; those that it made are removed if what follows fails."""
     for path in reversed([path for path in folder.parents if not path.exists()]):
         path.mkdir(mode=0o700, exist_ok=True)
         undo.callback(_remove_folder, path)
@@ -183,7 +176,7 @@ def _remove_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _named(who: str, folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
-    """Around the making of files: says what was needed, and what there was, if the system refuses it."""
+    """If the system refuses to make files, says what was needed, and what there was."""
     disk = None
     try:
         disk = os.statvfs(next(path for path in [folder, *folder.parents] if path.exists()))

@@ -3,7 +3,7 @@
 
 The caller's thread can be interrupted at any line (Ctrl-C; see [Note: interrupts]), and must then leave no
 thread that uses a buffer. When a sweep ends, however it does, it waits for its threads, and then every buffer
-is free, whatever any queue has. Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
+is free, whatever is in any queue. Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
 """
 
 from __future__ import annotations
@@ -26,14 +26,6 @@ Move: TypeAlias = Callable[[At, np.ndarray], None]
 
 
 class TileVisit(Generic[At]):
-    """A tile in memory.
-
-    Attributes:
-      number: its place in the order, from 0.
-      at: which one, as in the order.
-      buffer: its bytes, `uint8[ring.nbytes]`; of the caller until it says `done`.
-    """
-
     __slots__ = ("at", "buffer", "number")
 
     def __init__(self, number: int, at: At, buffer: np.ndarray) -> None:
@@ -60,24 +52,19 @@ class sweep(Generic[At]):
     >>> disk
     {0: 10, 1: 20, 2: 30}
 
-    Entered, it is an iterator of visits. When it is left without an error, all visited tiles are written. The
-    first error of any thread stops all of them, and is raised in the caller, out of the iterator or at the
-    end.
+    Entered, it is an iterator of tiles in memory. When it is left without an error, all of them are written.
+    The first error of any thread stops all of them, and is raised in the caller, out of the iterator or at
+    the end.
     """
 
     def __init__(
         self, order: Iterable[At], ring: TileRing, read: Move[At] | None = None,
         write: Move[At] | None = None, threads: int = 4,
     ):  # fmt: skip
-        """Starts nothing.
+        """Starts nothing; `read` is None if the caller fills buffers, `write` if nothing is to be written.
 
-        Args:
-          order: of the tiles, each once.
-          ring: the buffers, which no other sweep is using.
-          read: fills a buffer; None if the caller does (to write only).
-          write: takes a buffer to the disk; None if nothing is to be written.
-          threads: that read, and as many that write. Each checks or sums what it moves, and another one must
-            keep the disk busy meanwhile (experiments/infinity/disk.py).
+        So many `threads` read, and as many write: each checks or sums what it moves, and another one must
+        keep the disk busy meanwhile (experiments/infinity/disk.py).
         """
         self._work, self._threads = _Sweeping(list(order), ring, read, write), threads
         self._number, self._held = 0, 0
@@ -103,17 +90,13 @@ class sweep(Generic[At]):
             self._work.check()
 
     def __iter__(self) -> Iterator[TileVisit[At]]:
-        """The visits in order; each is done when the next one is asked for."""
+        """The tiles in order; each is done when the next one is requested."""
         while (visit := self.take()) is not None:
             yield visit
             self.done(visit)
 
     def take(self) -> TileVisit[At] | None:
-        """The next visit, when it is there; None after the last. At most `ring.num` are held at a time.
-
-        Raises:
-          BaseException: what a thread has raised.
-        """
+        """The next tile, when it is read; None after the last. At most `ring.num` are held at a time."""
         if self._number == len(self._work.order):
             return None
         assert self._held < self._work.ring.num, "every buffer is held: call done before take"
@@ -129,7 +112,7 @@ class sweep(Generic[At]):
         return visit
 
     def done(self, visit: TileVisit[At]) -> None:
-        """Lets a visit's buffer go: to be written, if there is something to write to."""
+        """Lets a tile's buffer go: to be written, if there is something to write to."""
         self._held -= 1
         self._work.visited(visit)
 
@@ -140,15 +123,7 @@ class sweep(Generic[At]):
 
 
 class _Sweeping(Generic[At]):
-    """What threads of a sweep share; they have no way to the `sweep`, so that it can be dropped.
-
-    Attributes:
-      order: of the tiles.
-      ring: of the buffers.
-      ready: visits that were read; None wakes the caller after an error.
-      group: the threads.
-      seconds: how long each read and each write took.
-    """
+    """What threads of a sweep share; it has no reference to the `sweep`, so that this can be dropped."""
 
     def __init__(
         self, order: list[At], ring: TileRing, read: Move[At] | None, write: Move[At] | None
@@ -202,8 +177,6 @@ class _Sweeping(Generic[At]):
     def _wake(self) -> None:
         self._say_last()
         self.ready.put(None)
-
-    # ------------------------------------------------------------------------------- in the threads
 
     def _reader(self) -> None:
         while (buffer := self._free.get()) is not None and not self.group.stopped:
