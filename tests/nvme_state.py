@@ -19,7 +19,6 @@ from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.nvme._sweep import sweep
 
-WHO = "jzero.NVMe"
 NUM_TILES, PART = (
     5,
     3000,
@@ -40,9 +39,18 @@ SPECS = {
 } | {"kept.tiles": FileSpec(FROZEN, {"mesh": {"data": 2}}, frozen=True)}
 
 
+def disk_bytes(files: TileFiles) -> int:
+    return sum(path.stat().st_size for path in files.paths)
+
+
+def step_bytes(files: TileFiles) -> int:
+    """Bytes that a step reads, and as many that it writes."""
+    return sum(sum(file.layout.nbytes) for file in files._files if not file.frozen)
+
+
 def new_ring() -> TileRing:
     size = LAYOUT.most_bytes + GRADIENTS.most_bytes
-    return TileRing(WHO, 4 * size, size)
+    return TileRing(4 * size, size)
 
 
 def value(step: int, at: TileAt) -> int:
@@ -50,13 +58,13 @@ def value(step: int, at: TileAt) -> int:
 
 
 def create(root: str | pathlib.Path, in_place: bool = False) -> TileFiles:
-    return TileFiles.create(WHO, pathlib.Path(root) / "run", SPECS, in_place)
+    return TileFiles.create(pathlib.Path(root) / "run", SPECS, in_place)
 
 
 def reopen(
     root: str | pathlib.Path, in_place: bool = False, step: Write | None = None
 ) -> TileFiles:
-    return TileFiles.open(WHO, pathlib.Path(root) / "run", SPECS, in_place, step)
+    return TileFiles.open(pathlib.Path(root) / "run", SPECS, in_place, step)
 
 
 def numbers(writes: Iterable[Write]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import jzero
 import small
 import zoo
 from host_updates import watched  # noqa: F401
-from jzero.offload import _file_layout
+from jzero.offload import _file_updates
 
 pytest.importorskip("llvmlite")
 
@@ -421,7 +421,7 @@ def test_files_say_which_parts_they_have(tmp_path):
         policy = jzero.NVMe(tmp_path, host_bytes=2**20)
         train_step = sharded(ADAMW, 1, 2, offload=policy, auto_specs={r"up|down": spec})
         leaves = train_step.plan(new_state(ADAMW), batches()[0]).leaves
-        return _file_layout.identity_of(leaves, mesh_of(1, 2), ("data", "model"))
+        return _file_updates.identity_of(leaves, mesh_of(1, 2), ("data", "model"))
 
     columns, rows = identity(P(None, "model")), identity(P("model", None))
     assert len(columns) == 2

@@ -185,7 +185,7 @@ def test_files_with_which_another_run_goes_on_are_not_taken(tmp_path: Path):
     )
     del state, files
     gc.collect()
-    with TileFiles.open("test", folder, specs, step=write) as other:
+    with TileFiles.open(folder, specs, step=write) as other:
         with pytest.raises(jzero.OptionError, match="state-0: another run has .*shard-0.tiles"):
             train_step.shard(new_state(), BATCH)
         other.begin_gradients()

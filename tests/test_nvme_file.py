@@ -30,7 +30,19 @@ from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
 from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._layout import Extent, LeafRange, TileLayout
 from jzero.offload.nvme._sweep import sweep
-from nvme_state import SPECS, WHO, check, create, fill, made, new_ring, numbers, reopen, train
+from nvme_state import (
+    SPECS,
+    check,
+    create,
+    disk_bytes,
+    fill,
+    made,
+    new_ring,
+    numbers,
+    reopen,
+    step_bytes,
+    train,
+)
 
 FIRST = next(iter(SPECS))
 PAGE = 4096
@@ -63,8 +75,8 @@ def left(tmp_path):
 
 def write_of(root: pathlib.Path, step: int, name: str = FIRST) -> Write:
     """The commit of a step."""
-    with contextlib.closing(DirectFile(WHO, path_of(root, name))) as file:
-        return next(header.write for header in headers(WHO, file) if header.step == step)
+    with contextlib.closing(DirectFile(path_of(root, name))) as file:
+        return next(header.write for header in headers(file) if header.step == step)
 
 
 def refused(root: pathlib.Path, text: str, **options) -> None:
@@ -104,8 +116,8 @@ def test_leaves_come_back(tmp_path):
     }
     layout = TileLayout.of([[("w", 0, 6000), ("n", 0, 5)], [("w", 6000, 6004)]])
     specs = {"x.tiles": FileSpec(layout, {})}
-    ring = TileRing(WHO, 4 * layout.most_bytes, layout.most_bytes)
-    with TileFiles.create(WHO, tmp_path, specs) as files:
+    ring = TileRing(4 * layout.most_bytes, layout.most_bytes)
+    with TileFiles.create(tmp_path, specs) as files:
         files.begin(0)
         with sweep(files.tiles(), ring, write=files.write) as visits:
             for visit in visits:
@@ -115,7 +127,7 @@ def test_leaves_come_back(tmp_path):
                 ):
                     view[:] = leaves[part.leaf].view(np.uint8)[part.start :][: part.nbytes]
         files.commit(0)
-    with TileFiles.open(WHO, tmp_path, specs) as files:
+    with TileFiles.open(tmp_path, specs) as files:
         found = {name: np.zeros_like(x) for name, x in leaves.items()}
         with sweep(files.tiles(), ring, files.read) as visits:
             for visit in visits:
@@ -149,16 +161,16 @@ def test_layout():
 def test_what_it_costs(tmp_path):
     """Two slots, of what is frozen one; headers, descriptions and checksums are a few pages."""
     with create(tmp_path) as files:
-        assert files.step_bytes == 2 * 5 * 2 * PAGE
-        assert files.disk_bytes == 2 * files.step_bytes + 2 * 5 * PAGE + KEPT_BYTES
+        assert step_bytes(files) == 2 * 5 * 2 * PAGE
+        assert disk_bytes(files) == 2 * step_bytes(files) + 2 * 5 * PAGE + KEPT_BYTES
         sizes = {path.name: path.stat() for path in (tmp_path / "run").iterdir()}
-        assert sum(stat.st_size for stat in sizes.values()) == files.disk_bytes
+        assert sum(stat.st_size for stat in sizes.values()) == disk_bytes(files)
         assert all(stat.st_blocks * 512 >= stat.st_size for stat in sizes.values())
         assert all(stat.st_mode & 0o777 == 0o600 for stat in sizes.values())
         assert list(files.tiles())[:4] == [*(TileAt(k, 0) for k in range(3)), TileAt(0, 1)]
     with create(tmp_path / "2", in_place=True) as files:
         gradients = 2 * len(nvme_state.WITH_GRADIENTS) * PAGE  # They have room in the other slot.
-        assert files.disk_bytes == files.step_bytes + gradients + 2 * 4 * PAGE + KEPT_BYTES
+        assert disk_bytes(files) == step_bytes(files) + gradients + 2 * 4 * PAGE + KEPT_BYTES
         files.remove()
     assert not content(tmp_path / "2")
 
@@ -171,7 +183,7 @@ def test_a_step_is_written_part_by_part(tmp_path):
     layout = TileLayout.of([parts, parts[1:3]])
     specs = {"x.tiles": FileSpec(layout, {})}
     buffer, again = pages(layout.most_bytes), pages(layout.most_bytes)
-    with TileFiles.create(WHO, tmp_path, specs) as files:
+    with TileFiles.create(tmp_path, specs) as files:
         files.begin(0)
         places = [(t, i) for t in range(2) for i in range(len(layout.tiles[t]))]
         expected = [np.zeros(layout.nbytes[t], np.uint8) for t in range(2)]
@@ -420,7 +432,7 @@ def test_what_is_frozen_is_written_once(in_place, tmp_path):
         return
     specs = SPECS | {"kept.tiles": SPECS["kept.tiles"]._replace(frozen=False)}
     with pytest.raises(jzero.StateError, match="frozen is true there, and false here"):
-        TileFiles.open(WHO, tmp_path / "run", specs)
+        TileFiles.open(tmp_path / "run", specs)
 
 
 def test_a_lone_extent_that_cannot_be_read(left):
@@ -441,11 +453,11 @@ def test_another_state(left):
     ]:  # fmt: skip
         specs = SPECS | {FIRST: SPECS[FIRST]._replace(identity=identity)}
         with pytest.raises(jzero.StateError, match=text):
-            TileFiles.open(WHO, left / "run", specs)
+            TileFiles.open(left / "run", specs)
     layout = TileLayout.of([[("m", 0, 3000)] * 2] * 5)
     specs = SPECS | {FIRST: SPECS[FIRST]._replace(layout=layout)}
     with pytest.raises(jzero.StateError, match=r'tiles\[0\]\[1\]\[0\] is "v" there, and "m" here'):
-        TileFiles.open(WHO, left / "run", specs)
+        TileFiles.open(left / "run", specs)
     with reopen(left) as files:
         check(files, 1)
 
@@ -532,7 +544,7 @@ def test_a_second_run(left):
             create(left)
         assert "another run has" in pool.apply(in_another_process, (left,))
     (left / "2" / "run.making").mkdir(parents=True)
-    making = DirectFile(WHO, left / "2" / "run.making" / FIRST, create=True)
+    making = DirectFile(left / "2" / "run.making" / FIRST, create=True)
     with pytest.raises(jzero.OptionError, match="another run has .*run.making/device-0.tiles"):
         create(left / "2")
     making.close()
@@ -572,7 +584,7 @@ def test_a_file_that_has_just_got_another_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", rename)
     with pytest.raises(jzero.OptionError, match="another run has .*a. One run at a time"):
-        DirectFile(WHO, tmp_path / "a", create=True)
+        DirectFile(tmp_path / "a", create=True)
 
 
 def test_a_file_system_without_locks(left, monkeypatch):
@@ -612,15 +624,15 @@ def test_a_full_disk(tmp_path):
     with mounted(tmp_path / "disk", tmp_path / "at") as root:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
         with pytest.raises(jzero.OptionError) as info:
-            TileFiles.create(WHO, root / "a" / "b", specs)
+            TileFiles.create(root / "a" / "b", specs)
         needed = 28 * 2**20 + 2 * 5 * PAGE
         text = rf"2 files in .*b need {needed} bytes \(28.0 MiB\), and {free} \(.*\) are free: No space"
         assert re.search(text, str(info.value))
         assert os.statvfs(root).f_bavail * os.statvfs(root).f_frsize == free
         assert not (root / "a").exists()
-        with TileFiles.create(WHO, root / "a", specs, in_place=True) as files:
+        with TileFiles.create(root / "a", specs, in_place=True) as files:
             assert files.direct
-            assert files.disk_bytes < free
+            assert disk_bytes(files) < free
 
 
 def small_files(root: pathlib.Path) -> str:
@@ -773,12 +785,12 @@ def test_checksums_of_zeros_differ_by_size():
 
 
 def test_buffers_stay_within_their_bytes():
-    ring = TileRing(WHO, 10 * PAGE + 1, 3 * PAGE)
+    ring = TileRing(10 * PAGE + 1, 3 * PAGE)
     assert (ring.num, ring.nbytes) == (3, 3 * PAGE)
     assert all(x.ctypes.data % PAGE == 0 for x in ring.buffers)
     text = rf"host_bytes={8 * PAGE} hold 2 tiles of {3 * PAGE} bytes. .* Use host_bytes={9 * PAGE} "
     with pytest.raises(jzero.OptionError, match=text):
-        TileRing(WHO, 8 * PAGE, 3 * PAGE)
+        TileRing(8 * PAGE, 3 * PAGE)
 
 
 def test_the_format_is_what_it_is(left):

@@ -20,7 +20,7 @@ from jzero.offload.nvme._file import header_pages
 from jzero.offload.nvme._files import TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
-from nvme_state import SPECS, WHO, fill, train
+from nvme_state import SPECS, fill, train
 
 Pages: TypeAlias = dict[str, list[bytes]]
 PAGE = 4096
@@ -31,7 +31,7 @@ OTHER = Write(1, "f" * 32)
 def pages_in(folder: Path) -> Pages:
     found = {}
     for path in sorted(folder.iterdir()):
-        with contextlib.closing(DirectFile(WHO, path)) as file:
+        with contextlib.closing(DirectFile(path)) as file:
             found[path.name] = [page.tobytes() for page in header_pages(file)]
     return found
 
@@ -91,7 +91,7 @@ LEFT: list[Callable[[TileFiles], None]] = [*UNFINISHED, placed, trained, killed_
 
 
 def left(root: Path, run: Callable[[TileFiles], None], in_place: bool, who: str = RUN) -> Pages:
-    with TileFiles.create(WHO, root, SPECS, in_place, who) as files:
+    with TileFiles.create(root, SPECS, in_place, who) as files:
         run(files)
     return pages_in(root)
 
@@ -291,7 +291,7 @@ def test_what_is_no_file_of_ours(tmp_path):
         path = run / name
         path.unlink() if not path.is_dir() else path.rmdir()
         make(path)
-        found = _making.look(WHO, run)
+        found = _making.look(run)
         assert found
         assert re.search(f"{name} cannot be opened", found.problem)
         with pytest.raises(jzero.OptionError, match="cannot be opened"):
@@ -344,7 +344,7 @@ def test_files_are_private(tmp_path):
 def test_a_file_is_made_once(tmp_path):
     (tmp_path / "x").write_text("a user's")
     with pytest.raises(jzero.OptionError, match="x cannot be opened: File exists"):
-        DirectFile(WHO, tmp_path / "x", create=True)
+        DirectFile(tmp_path / "x", create=True)
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(jzero.OptionError, match="process-0 cannot be read: Permission denied"):
-        _making.folders(WHO, tmp_path / "process-0")
+        _making.folders(tmp_path / "process-0")
 
 
 def test_no_room_beside_what_is_left(tmp_path, monkeypatch):

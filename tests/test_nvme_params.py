@@ -16,7 +16,7 @@ import parity
 import small
 import test_offload_params as infinity
 import zoo
-from jzero.offload._file_reads import FileReads, FileReader
+from jzero.offload._file_reads import FileReader, FileReads
 from jzero.offload.memory._pinned_pool import PinnedPool
 from small import grouped
 from test_nvme import in_files

@@ -62,7 +62,7 @@ class Tiles:
 
 
 def ring_of(num: int) -> TileRing:
-    return TileRing(nvme_state.WHO, num * PAGE, PAGE)
+    return TileRing(num * PAGE, PAGE)
 
 
 @pytest.mark.slow(but=["3-5"])

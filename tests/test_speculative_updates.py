@@ -83,7 +83,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.steps: list[list[int]] = []
-        start, finish, restore = HostUpdate.start, MemoryRun.finish, MemoryRun._restore
+        start, finish, undo = HostUpdate.start, MemoryRun.finish, MemoryRun._undone
         begun = 0
 
         def counted(*args):
@@ -97,13 +97,14 @@ class Seen:
             finish(run, reads)
             begun = 0
 
-        def restored(*args):
-            self.steps[-1][1] += 1
-            restore(*args)
+        def undone(*args):
+            found = undo(*args)
+            self.steps[-1][1] += len(found)
+            return found
 
         monkeypatch.setattr(HostUpdate, "start", counted)
         monkeypatch.setattr(MemoryRun, "finish", finished)
-        monkeypatch.setattr(MemoryRun, "_restore", restored)
+        monkeypatch.setattr(MemoryRun, "_undone", undone)
 
     @property
     def begun(self):

@@ -72,8 +72,9 @@ class OneState:
         )
         spec = FileSpec(self.kernels.layout, {"leaf": num_params})
         start = time.perf_counter()
-        self.files = TileFiles.create(WHO, folder / "state", {"state.tiles": spec})
-        self.ring = TileRing(WHO, host_bytes, self.files.most_bytes)
+        self.files = TileFiles.create(folder / "state", {"state.tiles": spec})
+        self.ring = TileRing(host_bytes, self.files.most_bytes)
+        self.step_bytes = sum(self.kernels.layout.nbytes)  # read, and as many written
         self.grads = host_empty((num_params,), jnp.bfloat16)
         self.grads.view(np.uint16)[:] = 0x3C00  # 0.0078
         self.params = host_empty((num_params,), jnp.bfloat16)
@@ -131,7 +132,7 @@ class Raw:
     """A file of the same size, read and written with nothing between, nothing checked."""
 
     def __init__(self, path: Path, nbytes: int, block: int):
-        direct = os.O_DIRECT if _direct.DirectFile("disk.py", path, create=True).direct else 0
+        direct = os.O_DIRECT if _direct.DirectFile(path, create=True).direct else 0
         self.fd = os.open(path, os.O_RDWR | direct)
         self.nbytes, self.buffers = nbytes, [pages(block) for _ in range(2)]
         os.posix_fallocate(self.fd, 0, 2 * nbytes)
@@ -188,7 +189,7 @@ def compare(state: OneState, raw: Raw, rounds: int, threads: Sequence[int]) -> d
             took = timed(run)
             if number:
                 seconds[name].append(took)
-    moved = 2 * state.files.step_bytes
+    moved = 2 * state.step_bytes
     found = {}
     for name, each in seconds.items():
         ratios = np.array(seconds["raw"]) / np.array(each)
@@ -236,14 +237,14 @@ def lone_rates(folder: Path, nbytes: int, rounds: int) -> dict[str, float]:
         [("m", 6 * part * k, 6 * part), ("w", part * k, part, True)] for k in range(num)
     )
     specs = {"lone.tiles": FileSpec(layout, {})}
-    with TileFiles.create(WHO, folder, specs, in_place=True) as files:
+    with TileFiles.create(folder, specs, in_place=True) as files:
         files.begin(0)
-        ring = TileRing(WHO, 4 * layout.most_bytes, layout.most_bytes)
+        ring = TileRing(4 * layout.most_bytes, layout.most_bytes)
         with sweep(files.tiles(), ring, write=files.write) as visits:
             for visit in visits:
                 visit.buffer[:] = 1
         files.commit(0)
-        (file,), ring = files._files, TileRing(WHO, 16 * part, part)
+        (file,), ring = files._files, TileRing(16 * part, part)
 
         def raw(at: TileAt, buffer: np.ndarray) -> None:
             file.file.read(buffer, file._places.tiles[0][at.tile] + 6 * part, "a part")
@@ -301,9 +302,9 @@ def main() -> None:
             ),
         }
         state = OneState(folder, args.params, args.tile_mib * 2**20, args.host_mib * 2**20)
-        raw = Raw(folder / "raw", state.files.step_bytes, _direct.BLOCK)
+        raw = Raw(folder / "raw", state.step_bytes, _direct.BLOCK)
         result |= {
-            "GB of a step, read and written": round(2 * state.files.step_bytes / 1e9, 3),
+            "GB of a step, read and written": round(2 * state.step_bytes / 1e9, 3),
             "buffers": state.ring.num,
             "note": state.files.note,
             "seconds to make and fill": round(state.seconds_to_make, 2),

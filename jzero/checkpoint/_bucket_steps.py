@@ -38,7 +38,7 @@ import jax
 from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
-from jzero.checkpoint._lock import ObjectLock
+from jzero.checkpoint._lock import WHO, ObjectLock
 from jzero.checkpoint._orbax import STATE
 from jzero.checkpoint._seal import File, Seal, Unfinished
 from jzero.checkpoint._steps import Steps
@@ -94,25 +94,25 @@ class BucketSteps(Steps):
     def path(self, step: int) -> Path:
         return _mirror.copy(self.where / str(step), self._sealed(step))
 
-    def begin(self, who: str, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Does nothing, so that training waits for no request; `claim` finds other writers."""
 
-    def folder(self, who: str, step: int, nbytes: int) -> Path:
+    def folder(self, step: int, nbytes: int) -> Path:
         if not self._staging.path.is_dir():  # Somebody has tidied up.
             del self._staging
         for left in self._staging.path.iterdir():  # of a step that could not be written
             _files.discard(left)
         if (free := shutil.disk_usage(self._parent).free) < nbytes:
             raise CheckpointError(message(
-                who, f"{self._parent} has {free:,} bytes free, and this process writes {nbytes:,}",
+                WHO, f"{self._parent} has {free:,} bytes free, and this process writes {nbytes:,}",
                 "What goes to a bucket is written to a local directory first.",
                 "Free some of it, or name another directory by staging=."))  # fmt: skip
         (self._folder(step) / STATE).mkdir(parents=True)
         return self._folder(step)
 
-    def claim(self, who: str, step: int) -> str:
+    def claim(self, step: int) -> str:
         """Claims a step where its manifest will be, so that no other process can commit it."""
-        if self.lock.ensure(who):  # Others may have written since what is remembered.
+        if self.lock.ensure():  # Others may have written since what is remembered.
             self._forget()
         if self._is_unknown:
             names = {f"{x}/{_seal.NAME}": x for x in self._candidates()}
@@ -122,22 +122,22 @@ class BucketSteps(Steps):
             self._may_lag = self.lock.steps is None
             self.lock.steps, self._is_unknown = [*there], False
         for each in sorted(self._uncleared):
-            self.remove(who, each)
+            self.remove(each)
         if self._latest is not None and step <= self._latest:
-            self.check_is_last(who, step)
+            self.check_is_last(step)
         found = self.where.read(f"{step}/{_seal.NAME}")
-        with self._not_lost(who, step):
+        with self._not_lost(step):
             is_sealed = found is not None and not _mirror.is_claim(found)
             if is_sealed and not self._may_lag:  # A copied step, which must never count.
                 raise Lost(f"{self.where / str(step)}")
             self.lock.steps = sorted({*(self.lock.steps or ()), step})
-            self.lock.check(who)  # After the look, as in `remove`.
+            self.lock.check()  # After the look, as in `remove`.
             version = found.version if found and not is_sealed else None
             self._claims[step] = self._write_claim(step, version)
         return self.lock.owner
 
-    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
-        return {} if jax.process_count() == 1 else self._upload(who, step, owner)
+    def hand_in(self, step: int, owner: str) -> dict[str, File]:
+        return {} if jax.process_count() == 1 else self._upload(step, owner)
 
     def base(self, step: int) -> dict[str, Any]:
         """One process merges its part before it is uploaded, several of them in the bucket.
@@ -152,18 +152,18 @@ class BucketSteps(Steps):
             {"exact": _MANIFEST, "base": {"driver": "file", "path": manifest}},
         ]}  # fmt: skip
 
-    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
-        files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
-        self.lock.check(who)
-        with self._not_lost(who, step):
+    def publish(self, step: int, parts: Mapping[str, File]) -> None:
+        files = {**parts, **self._upload(step, self.lock.owner), **self._put_together(step)}
+        self.lock.check()
+        with self._not_lost(step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files), self._claims[step])
         del self._claims[step]
         self._latest = step
         with contextlib.suppress(CheckpointError):  # Some goes when the next one begins.
-            self._tidy(who, step, files)
+            self._tidy(step, files)
 
-    def _tidy(self, who: str, step: int, files: Mapping[str, File]) -> None:
+    def _tidy(self, step: int, files: Mapping[str, File]) -> None:
         """Removes what belongs to no step, and what cannot be written again once this one is committed."""
         if step in self._uncleared:
             self._uncleared.discard(step)
@@ -171,7 +171,7 @@ class BucketSteps(Steps):
             there.remove({*there.names()} - {*files, _seal.NAME})
         for older in sorted(self._uncleared):
             if older < step:
-                self.remove(who, older)
+                self.remove(older)
 
     def discard(self, step: int) -> None:
         """Removes a step that this process has begun; the rest of it goes when the next one begins."""
@@ -179,9 +179,9 @@ class BucketSteps(Steps):
         if step in self._claims:  # Else somebody else may have saved it.
             self._uncleared.add(step)
             with contextlib.suppress(CheckpointError):
-                self.remove("Checkpointer.save", step)
+                self.remove(step)
 
-    def remove(self, who: str, step: int) -> None:
+    def remove(self, step: int) -> None:
         """Removes a step: first its seal, or what would let another process seal it.
 
         Of one that may be written again, objects without a random name stay, in a step that does not count.
@@ -189,12 +189,12 @@ class BucketSteps(Steps):
         bucket = self.where / str(step)
         found = bucket.read(_seal.NAME)
         # After the look: who was taken for dead before it may have seen another's seal.
-        self.lock.check(who)
-        with self._not_lost(who, step):
+        self.lock.check()
+        with self._not_lost(step):
             claim = self._write_claim(step, found and found.version)
         is_over = self._latest is not None and step < self._latest
         there = [name for name in bucket.names() if name != _seal.NAME]
-        check = functools.partial(self.lock.check, who, now=False)
+        check = functools.partial(self.lock.check, now=False)
         bucket.remove(there if is_over else _mirror.random_names(there), check)
         self._claims.pop(step, None)
         if is_over:
@@ -208,13 +208,13 @@ class BucketSteps(Steps):
         if "_staging" in self.__dict__:
             self.__dict__.pop("_staging").close()
 
-    def _upload(self, who: str, step: int, owner: str) -> dict[str, File]:
+    def _upload(self, step: int, owner: str) -> dict[str, File]:
         """Moves the files of this process into the bucket; returns what the manifest says of them."""
         folder = self._folder(step)
         files = _seal.files_in(folder)
-        with self._not_lost(who, step):
+        with self._not_lost(step):
             paths = {name: folder / name for name in files}
-            check = functools.partial(self.lock.check, who, now=False)
+            check = functools.partial(self.lock.check, now=False)
             leads, bucket = jax.process_index() == 0, self.where / str(step)
             owns = functools.partial(_mirror.check_claim, bucket, _seal.claim(owner))
             bucket.upload(paths, owns, check if leads else lambda: None)
@@ -233,12 +233,12 @@ class BucketSteps(Steps):
         return self.where.write_if(f"{step}/{_seal.NAME}", _seal.claim(self.lock.owner), version)
 
     @contextlib.contextmanager
-    def _not_lost(self, who: str, step: int) -> Iterator[None]:
+    def _not_lost(self, step: int) -> Iterator[None]:
         try:
             yield
         except Lost as error:
             raise CheckpointError(message(
-                who, f"{error} was written by another process",
+                WHO, f"{error} was written by another process",
                 "One process at a time saves steps in a directory, each of them once.",
                 "End one of the two, or save to another directory; if no other writes there, remove "
                 f"what is in {self.where / str(step)}.")) from error  # fmt: skip

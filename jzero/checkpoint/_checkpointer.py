@@ -23,10 +23,10 @@ from jzero._sharded_step import ShardedStep
 from jzero._version import __version__
 from jzero.checkpoint import _iterators, _seal, _stored
 from jzero.checkpoint._bucket_steps import steps_in
+from jzero.checkpoint._lock import WHO as _SAVE
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore_for
 from jzero.checkpoint._savable import check_savable, described
-from jzero.checkpoint._saver import WHO as _SAVE
 from jzero.checkpoint._saver import Saver
 from jzero.checkpoint._together import Round
 from jzero.checkpoint._writing import SAVE_BYTES
@@ -207,7 +207,7 @@ class Checkpointer:
             return False
         latest = self._latest()
         if latest is not None and step <= latest:
-            self._steps.check_is_last(_SAVE, step)
+            self._steps.check_is_last(step)
             self._found = ...  # Those after it were removed.
             latest = self._latest()
         due = force or latest is None or step % self._interval == 0

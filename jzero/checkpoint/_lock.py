@@ -27,6 +27,7 @@ from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _files, _nearby
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 
+WHO = "Checkpointer.save"  # in messages
 NAME = "_JZERO_WRITER"
 # Seconds between two heartbeats, and after how many without one a writer counts as dead.
 BEAT, EXPIRES = 15.0, 120.0
@@ -97,21 +98,21 @@ class Lock:
         """Whether this process holds it, as far as it knows."""
         return self._owner is not None
 
-    def ensure(self, who: str) -> bool:
+    def ensure(self) -> bool:
         """Acquires the lock, also that of a dead process; False if this process holds it already.
 
         Raises a `CheckpointError` if another process holds it.
         """
         if self.is_held and self._is_there():
-            self.check(who, now=False)
+            self.check(now=False)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
         owner = Owner.new()
         try:
             self._owner, self._ended = owner, Flag()
             _held.add(owner.token)
-            while not self._take(who, owner):
-                self._make_way(who)
+            while not self._take(owner):
+                self._make_way()
             args = self, owner, self._ended
             start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
@@ -119,7 +120,7 @@ class Lock:
             raise
         return True
 
-    def check(self, who: str, *, now: bool = True) -> None:
+    def check(self, *, now: bool = True) -> None:
         """Raises a `CheckpointError` unless this process still holds the lock.
 
         After a long sleep another one may. Without `now` it suffices that this one held it so recently that
@@ -130,7 +131,7 @@ class Lock:
             self.release()  # Who saves again takes it again, or is refused.
             taken = f"{holder and holder.owner or 'somebody'} has taken over {self.directory}"
             raise CheckpointError(message(
-                who, taken if holder else f"{self} was removed",
+                WHO, taken if holder else f"{self} was removed",
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
 
@@ -147,7 +148,7 @@ class Lock:
         found = self.read()
         return None if found is None or found.free else found
 
-    def _make_way(self, who: str) -> None:
+    def _make_way(self) -> None:
         """Removes the lock of a dead process; raises a `CheckpointError` if it may be alive."""
         holder = self.holder()
         if holder is None:
@@ -157,7 +158,7 @@ class Lock:
         if runs or (runs is None and age < EXPIRES):
             writer = holder.owner or "somebody"
             raise CheckpointError(message(
-                who, f"{writer} writes in {self.directory}, and showed it {age:.0f} s ago",
+                WHO, f"{writer} writes in {self.directory}, and showed it {age:.0f} s ago",
                 "One process at a time saves steps in a directory.",
                 _advice(holder.owner, self.directory)))  # fmt: skip
         self.remove(holder)
@@ -189,11 +190,11 @@ class Lock:
     def _has(self, owner: Owner, now: bool) -> bool:
         return _read(self._path) == owner
 
-    def _take(self, who: str, owner: Owner) -> bool:
+    def _take(self, owner: Owner) -> bool:
         """Takes a free lock; False if another process was faster."""
         if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
             raise CheckpointError(message(
-                who, f"{self} is {kind}", "A writer holds a regular file of that name.",
+                WHO, f"{self} is {kind}", "A writer holds a regular file of that name.",
                 "Remove it, if nobody writes there."))  # fmt: skip
         private = self._beside(owner.token)
         try:
@@ -261,7 +262,7 @@ class ObjectLock(Lock):
         seen = not now and _now() - self._seen < EXPIRES - _MARGIN
         return seen or self._rewrite(owner)
 
-    def _take(self, who: str, owner: Owner) -> bool:
+    def _take(self, owner: Owner) -> bool:
         start, found = _now(), self.read()
         if found is not None and not found.free:
             return found.owner == owner
@@ -269,13 +270,13 @@ class ObjectLock(Lock):
         try:
             data = _text(owner, 0, self.steps)
             old = self.directory.write_if(NAME, data, found and found.version)
-            self._check_conditions(who, owner, old)
+            self._check_conditions(owner, old)
         except Lost:
             return False
         self._seen = start
         return True
 
-    def _check_conditions(self, who: str, owner: Owner, old: bytes) -> None:
+    def _check_conditions(self, owner: Owner, old: bytes) -> None:
         """Raises a `CheckpointError` unless conditional writes can fail: the lock relies on it."""
         self.directory.write_if(NAME, _text(owner, 1, self.steps), old)
         for version in (None, old):
@@ -284,7 +285,7 @@ class ObjectLock(Lock):
             except Lost:
                 continue
             raise CheckpointError(message(
-                who, f"{self.directory} replaces an object that another writer has written",
+                WHO, f"{self.directory} replaces an object that another writer has written",
                 "One of two writers must fail, which takes conditional writes (If-None-Match, If-Match).",
                 "Use an endpoint that honours them, or save to a file system."))  # fmt: skip
 

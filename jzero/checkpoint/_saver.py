@@ -15,13 +15,12 @@ import jax
 from jzero._errors import CheckpointError
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _orbax, _together
+from jzero.checkpoint._lock import WHO
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
 from jzero.checkpoint._seal import File
 from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._together import Round
 from jzero.checkpoint._writing import Writing
-
-WHO = "Checkpointer.save"
 
 
 class Saver:
@@ -39,7 +38,7 @@ class Saver:
         `place` is where the data iterator of this process stands, if it has one; `notes` are for readers.
         """
         meeting = Round(WHO)
-        meeting.lead("begin", lambda: self._steps.begin(WHO, step))
+        meeting.lead("begin", lambda: self._steps.begin(step))
         work = _Work(self._steps, step, meeting, tree, place, notes, self._save_bytes)
         name = f"jzero saves step {step}"
         thread = threading.Thread(target=self._run, args=(work,), name=name)
@@ -109,7 +108,7 @@ class Saver:
         """Removes the steps that are too many."""
         if self._max_to_keep is not None:
             for step in self._steps.complete()[: -self._max_to_keep]:
-                self._steps.remove(WHO, step)
+                self._steps.remove(step)
 
 
 @dataclasses.dataclass
@@ -136,10 +135,8 @@ class _Work:
         part: dict[str, File] = {}
         try:
             # Before any of them hands in what it has written.
-            owner = self.meeting.lead(
-                "claim", lambda: self.steps.claim(WHO, self.step), own=self._write
-            )
-            part = self.steps.hand_in(WHO, self.step, owner)
+            owner = self.meeting.lead("claim", lambda: self.steps.claim(self.step), own=self._write)
+            part = self.steps.hand_in(self.step, owner)
         except BaseException as error:
             failure = error
             self.was_interrupted = self.interrupted.is_set() and not self.copied.is_set()
@@ -153,7 +150,7 @@ class _Work:
     def _write(self) -> None:
         """Writes this process's part; sets `copied` when the state may be consumed."""
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
-        self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
+        self._path = self.steps.folder(self.step, nbytes // jax.process_count())
         self.writing = Writing(self._path / STATE, self.save_bytes)
         self.writing.take(self.tree)
         self.tree = None
@@ -185,7 +182,7 @@ class _Work:
                 (self._path / DATA / ITERATOR_FILE).write_text(text)
             _orbax.write_notes(self._path, handlers, self._started, self.notes)
             parts = {name: File(*file) for _, part, _ in reports for name, file in part.items()}
-            self.steps.publish(WHO, self.step, parts)
+            self.steps.publish(self.step, parts)
         except BaseException:
             self.steps.discard(self.step)
             raise

@@ -17,7 +17,7 @@ from jzero import _json
 from jzero._errors import CheckpointError, message, warn
 from jzero.checkpoint import _files, _ocdbt, _seal
 from jzero.checkpoint._bucket import Bucket
-from jzero.checkpoint._lock import Lock
+from jzero.checkpoint._lock import WHO, Lock
 from jzero.checkpoint._orbax import NOTES, STATE, TREE
 from jzero.checkpoint._seal import Broken, File, Unfinished
 
@@ -50,12 +50,12 @@ class Steps:
         """The last that is whole."""
         return next(self._whole(), None)
 
-    def check_is_last(self, who: str, step: int) -> None:
+    def check_is_last(self, step: int) -> None:
         """Raises a `CheckpointError` if a step is complete that is not before this one."""
         latest = self.latest()
         if latest is not None and step <= latest:
             raise CheckpointError(message(
-                who, f"step {step} is not after step {latest} of {self.where}",
+                WHO, f"step {step} is not after step {latest} of {self.where}",
                 "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
                 "after it first, or save to another directory."))  # fmt: skip
 
@@ -71,18 +71,18 @@ class Steps:
         self._check(step)
         return Path(self.where, str(step))
 
-    def begin(self, who: str, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Process 0 acquires the lock, and empties a step's place, before all of them write."""
         self.open()
-        if self.lock.ensure(who):
+        if self.lock.ensure():
             # Of writers that were interrupted.
             for left in self.where.glob(f"*{_files.UNFINISHED}"):
                 _files.discard(left)
-        self.check_is_last(who, step)
+        self.check_is_last(step)
         _files.discard(self._folder(step))
         (self._folder(step) / STATE).mkdir(parents=True)
 
-    def folder(self, who: str, step: int, nbytes: int) -> Path:
+    def folder(self, step: int, nbytes: int) -> Path:
         """Where this process writes its part, of so many bytes, in an item of the name `STATE`.
 
         It waits until it sees what process 0 has made: network file systems are late to tell.
@@ -91,7 +91,7 @@ class Steps:
         while not (folder / STATE).is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(message(
-                    who, f"process {jax.process_index()} does not see {folder}, which process 0 has made",
+                    WHO, f"process {jax.process_index()} does not see {folder}, which process 0 has made",
                     "Checkpoints are in a bucket, or on a file system that all processes see.",
                     "Give all of them the same directory, on such a one."))  # fmt: skip
             time.sleep(0.1)
@@ -99,11 +99,11 @@ class Steps:
                 os.listdir(self.where)
         return folder
 
-    def claim(self, who: str, step: int) -> str:
+    def claim(self, step: int) -> str:
         """Process 0 says that it has begun a step, before anybody hands in; returns its name."""
         return ""
 
-    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
+    def hand_in(self, step: int, owner: str) -> dict[str, File]:
         """Brings what this process has written to where process 0 merges all; returns what that is."""
         return {}
 
@@ -111,10 +111,10 @@ class Steps:
         """Of the store in which the parts of all processes are merged, for tensorstore."""
         return _ocdbt.directory(self._folder(step) / STATE)
 
-    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
+    def publish(self, step: int, parts: Mapping[str, File]) -> None:
         """Seals a step whose files are all there (`parts` were handed in), and commits it."""
         _seal.write(self._folder(step))
-        self.lock.check(who)
+        self.lock.check()
         _files.publish(self.where / str(step))
 
     def discard(self, step: int) -> None:
@@ -122,8 +122,8 @@ class Steps:
         with contextlib.suppress(OSError):
             _files.discard(self._folder(step))
 
-    def remove(self, who: str, step: int) -> None:
-        self.lock.check(who)
+    def remove(self, step: int) -> None:
+        self.lock.check()
         _files.remove(self.where / str(step))
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE, NVME
 from jzero._policy import Memory, NoOffload, NVMe, Policy
-from jzero.offload import _file_layout, _tiers
+from jzero.offload import _file_updates, _tiers
 from jzero.offload._backends import InTier, OnDevices, check_params
 from jzero.offload._device_step import DeviceStep
 from jzero.offload.memory._nvme_store import StoreSpec
@@ -57,8 +57,8 @@ class ReadFromHost(InTier):
         if not isinstance(policy, NVMe):
             return None
         slices = [_slices(leaf) for leaf in leaves]
-        layout = _file_layout.layout_to_read(leaves, slices, _file_layout.tile_bytes(policy))
-        identity = _file_layout.identity_of(leaves, mesh, shard_axes)
+        layout = _file_updates.layout_to_read(leaves, slices, _file_updates.tile_bytes(policy))
+        identity = _file_updates.identity_of(leaves, mesh, shard_axes)
         return StoreSpec(
             Path(policy.path), policy.host_bytes, False, False, TileLayout(()), identity, mesh, layout,
         )  # fmt: skip

@@ -7,36 +7,48 @@ import contextlib
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero._errors import OptionError, StateError, first_of, message
+from jzero._errors import OptionError, StateError, describe_leaf, first_of, message
 from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._early_plan import EarlyBucket
-from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
 from jzero.offload._file_run import EarlyTiles, FileRun
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_bucket import HostBucket
-from jzero.offload._host_updates import Hosted, HostUpdates
+from jzero.offload._host_updates import HostUpdates
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import TiledUpdate
+from jzero.offload.kernels._tiles import of_whole_leaves
 from jzero.offload.kernels._writer import TYPES
+from jzero.offload.memory import _storage
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.schedule._ops import Value
 from jzero.segments._segment import Var
+from jzero.sharding.plan import _stored_layout
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stored_layout import REPLICATED
 from jzero.tracing import _call
 
+if TYPE_CHECKING:
+    from jzero.offload._host_step import HostStep
+
 WHO = _call.WHO
+# Tiles in the buffers: enough that the four reading and four writing threads of a sweep do not wait for room.
+_TILES = 16
+# Bytes of a tile with which a disk is as fast as it can be.
+_TILE_BYTES = 2**25
 
 
 class FileUpdates(HostUpdates):
@@ -50,21 +62,21 @@ class FileUpdates(HostUpdates):
     store, consumes, assumes = NVME, False, True
     buffers = BUFFERS
 
-    def __init__(self, hosted: Hosted, policy: NVMe):
+    def __init__(self, step: HostStep, policy: NVMe):
         """Raises an `OptionError` if a leaf cannot be updated a tile at a time."""
         # Gradients that wait in files, and in how many slices each is made.
         self._waiting: dict[Var, int] = {}
         self._policy = policy
         self._memory: list[np.ndarray] = []  # Gradients are written through it.
         self.early_tiles: EarlyTiles | None = None  # made by the first run
-        super().__init__(hosted)
+        super().__init__(step)
         # Leaves in files that no step changes.
         self._frozen = [i for i in self.hosted if i not in self.host.leaves]
         self._check_tiles()
         if policy.gradients:
             layered = self.step.layered
             assert layered is not None, "refused where policies are made"
-            mine = layered.gradients.keys() - {*self.stays, *layered.literals}
+            mine = layered.gradients.keys() - {*step.stays, *layered.literals}
             self._waiting = layered.send_to_files([v for v in self.in_tiles() if v in mine])
             self.set_sends()
 
@@ -98,13 +110,13 @@ class FileUpdates(HostUpdates):
 
     def arriving(self, bucket: EarlyBucket) -> list[Var]:
         """The gradients that an early update starts with."""
-        return [v for v in bucket.begins_with if v.aval.shape and v not in self.known]
+        return [v for v in bucket.begins_with if v.aval.shape and v not in self.step.known]
 
     def takes(self, bucket: EarlyBucket) -> list[Var]:
         """Its gradients, and all that the first tile needs: known values, and the numbers of all buckets."""
         every = [v for each in self.early.buckets for v in each.begins_with]
         others = [v for v in every if not v.aval.shape]
-        return [*dict.fromkeys([*self.arriving(bucket), *others, *self.known])]
+        return [*dict.fromkeys([*self.arriving(bucket), *others, *self.step.known])]
 
     @functools.cached_property
     def late_reads(self) -> list[Var]:
@@ -269,3 +281,40 @@ class FileUpdates(HostUpdates):
     def _new_engine(self, devices: Sequence[jax.Device]) -> TiledEngine:
         leaves = [self.step.leaves[i] for i in self.host.leaves]
         return TiledEngine(self.host, leaves, devices, self.update)
+
+
+def tile_bytes(policy: NVMe) -> int:
+    return min(policy.host_bytes // _TILES // PAGE * PAGE, _TILE_BYTES)
+
+
+def layout_to_read(
+    leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
+) -> TileLayout:
+    """The layout of a file of leaves that nobody updates.
+
+    Of each leaf that layers fetch, `num_slices` along dim 0 are read by themselves: 1 if it is fetched whole,
+    0 if it is not fetched.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
+    return of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
+
+
+def identity_of(
+    leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Whose state each file of this process has, by its name."""
+    place_of = _storage.places(mesh, shard_axes)
+    described = []
+    for leaf in leaves:
+        # Over Auto axes its parts are in several files, too.
+        spec = f" {_stored_layout.partition_spec(REPLICATED, leaf.automatic)}" * any(leaf.automatic)
+        described.append(f"{describe_leaf(leaf.path, leaf.padded_shape, leaf.dtype)}{spec}")
+    state = {
+        "leaves": described,
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+    }
+    return {
+        f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
+        for i, device in enumerate(_storage.keepers(mesh, shard_axes))
+    }

@@ -16,7 +16,6 @@ from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_updates import (
     NO_LOCK,
     UPDATING,
-    Hosted,
     HostRun,
     HostUpdates,
     is_updating,
@@ -86,7 +85,7 @@ class HostStep(ListedStep):
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window,
-        updates: Callable[[Hosted], HostUpdates],
+        updates: Callable[[HostStep], HostUpdates],
     ):  # fmt: skip
         """`window` limits parameters on the devices that are stored elsewhere."""
         super().__init__(planned, shardings)
@@ -95,16 +94,20 @@ class HostStep(ListedStep):
         renewed, reads = {*self.host.outs}, self.host.reads
         self._entered = [var for var in reads if self.leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if self.leaf_of.get(var) not in renewed]
-        self._known = [var for var in self._sent if var not in self.grad.gives]
+        self.known = [
+            var for var in self._sent if var not in self.grad.gives
+        ]  # before gradients are
         takes = (var for bucket in self.buckets[1:] for var in bucket.takes)
-        self._stays = [var for var in takes if var in self.grad.gives]
+        self.stays = [
+            var for var in takes if var in self.grad.gives
+        ]  # gradients that devices read, too
         self.cut(window, {*self._sent}.__contains__)
-        self._reads = self._named_reads()
+        # Names of what the hosts read besides their leaves, and (by output) of what they make for devices.
+        self.reads = self._named_reads()
         roles = {i: leaf.role for i, leaf in enumerate(self.leaves)}
         made = zip(self.host.outs, map(shard_of, self.host.out_avals()), strict=True)
-        self._gives = {i: Value.of(roles.get(i, "output"), shard) for i, shard in made}
-        hosted = Hosted(self, self.host, self._reads, self._gives, self._known, self._stays)
-        self.updates = updates(hosted)
+        self.gives = {i: Value.of(roles.get(i, "output"), shard) for i, shard in made}
+        self.updates = updates(self)
         self._renewed_here = {i for part in (self.grad, *self.buckets[1:]) for i in part.outs}
 
     def _named_reads(self) -> dict[Var, Value]:
@@ -129,7 +132,7 @@ class HostStep(ListedStep):
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
         """The name of each output that is on the devices."""
-        return self.named_outs(self.buckets[1:]) | self._gives
+        return self.named_outs(self.buckets[1:]) | self.gives
 
     @functools.cached_property
     def _sections(self) -> Sections:
@@ -146,7 +149,7 @@ class HostStep(ListedStep):
         enter = _conversions.entering(self.planned, variables)
 
         run = of_list(_to_host(enter or (lambda leaves: leaves), self._places(variables)))
-        made = tuple(self._reads[var] for var in variables)
+        made = tuple(self.reads[var] for var in variables)
         return Run("", tuple(map(self.name, variables)), made, run), *_sent(made, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
@@ -159,25 +162,25 @@ class HostStep(ListedStep):
         copies, grad = self.updates.num_sets, self.grad
         if self.layered is not None:
             section = self.layered.section
-            return section._replace(ops=(*self._sending(self._known, copies), *section.ops))
-        sent = tuple(self._reads[var] for var in self._sent)
-        gives = (*sent, *map(self.name, self._stays), *(self._new[i] for i in grad.outs))
+            return section._replace(ops=(*self._sending(self.known, copies), *section.ops))
+        sent = tuple(self.reads[var] for var in self._sent)
+        gives = (*sent, *map(self.name, self.stays), *(self._new[i] for i in grad.outs))
         run = Run("gradients", tuple(map(self.name, grad.takes)), gives, of_list(self._whole()))
         return Section((run, *_sent(sent, copies)))
 
     def _whole(self) -> Callable[[list[Any]], list[Any]]:
         """Forward and backward as one program: what goes to the host, what stays, and outputs."""
         kept = self.builder.kept(self.grad.outs)
-        enter = _conversions.entering(self.planned, self._known)
+        enter = _conversions.entering(self.planned, self.known)
         num = len(self.grad.consumes)
 
         def grad_part(consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
             here = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
-            leaves = [here[v] for v in self._known]
+            leaves = [here[v] for v in self.known]
             known = leaves if enter is None else enter(leaves)
             given, outs = self.grad.run(consumed, read)
-            made = dict(zip((*self._known, *self.grad.gives), (*known, *given), strict=True))
-            return [made[v] for v in self._sent], ([made[v] for v in self._stays], outs)
+            made = dict(zip((*self.known, *self.grad.gives), (*known, *given), strict=True))
+            return [made[v] for v in self._sent], ([made[v] for v in self.stays], outs)
 
         run = _to_host(grad_part, self._places(self._sent), kept and (None, kept))
 
@@ -191,7 +194,7 @@ class HostStep(ListedStep):
     def _update(self) -> Update:
         updates, gone = self.updates, {i for x in self.updates.early.buckets for i in x.leaves}
         leaves = self.named_leaves(i for i in updates.moved if i not in gone)
-        gives = tuple(self._gives.values())
+        gives = tuple(self.gives.values())
         back = (Fetch(gives, PINNED),) if gives else ()
         return Update(
             updates.store, leaves, tuple(map(self._arrived, updates.late_reads)), gives,
@@ -200,10 +203,10 @@ class HostStep(ListedStep):
 
     def _arrived(self, var: Var) -> Value:
         """An input of the hosts in pinned memory; of parts that return one value twice, the first."""
-        return self.name(var) if self.given(var) else self._reads[var]
+        return self.name(var) if self.given(var) else self.reads[var]
 
     def _on_devices(self) -> Iterator[Op]:
-        pinned = [v for v in self._stays if (output := self.given(v)) and output.pinned]
+        pinned = [v for v in self.stays if (output := self.given(v)) and output.pinned]
         if pinned:
             places = [self.grad.types[v].aval(self.planned.mesh).sharding for v in pinned]
             here = tuple(place.with_memory_kind(DEVICE) for place in places)
@@ -267,7 +270,7 @@ class HostStep(ListedStep):
     def _begun(self, state: Sequence[Any], arrays: Sequence[Any], host: HostRun) -> Execution:
         run = self.execution(self._program, state, arrays, host)
         if self.layered:
-            run.there |= {self._reads[var]: x for var, x in self.layered.numbers.items()}
+            run.there |= {self.reads[var]: x for var, x in self.layered.numbers.items()}
         return run
 
     def _run(
@@ -300,7 +303,7 @@ class HostStep(ListedStep):
     def made(self, run: Execution) -> dict[int, Any]:
         """What the hosts have made, by index: their leaves, and what was sent to the devices."""
         leaves = {i: run.there[x] for i, x in self.updates.leaves.items()}
-        return leaves | {i: run.here[x] for i, x in self._gives.items()}
+        return leaves | {i: run.here[x] for i, x in self.gives.items()}
 
     def wait(self, run: Execution, state: Sequence[Any]) -> None:
         """Waits for what an update needs from the devices; other threads may update meanwhile."""

@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 
@@ -19,13 +19,15 @@ from jzero.offload._early_plan import EarlyBucket, EarlyPlan, plan_early
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._layered import LayeredSegment
-from jzero.offload._listed_step import ListedStep
 from jzero.offload.execute._executor import HostSide
 from jzero.offload.kernels._code_paths import code_paths_text
 from jzero.offload.memory._pinned_leaf import LeafMemory
 from jzero.offload.schedule._ops import Ref, Slice, Update, Value
 from jzero.segments import _conversions
 from jzero.segments._segment import Var
+
+if TYPE_CHECKING:
+    from jzero.offload._host_step import HostStep
 
 # Engines serve one call at a time, and all share the processors. Reentrant: a signal's handler that calls in
 # the middle of an update is refused (`HostEngine.claim`), and does not wait for ever.
@@ -38,18 +40,6 @@ NO_LOCK = contextlib.nullcontext()
 def is_updating() -> bool:
     """Whether this thread is in the middle of an update: then a signal's handler has called."""
     return bool(UPDATING._is_owned())  # type: ignore[attr-defined]  # As conditions ask their lock.
-
-
-class Hosted(NamedTuple):
-    """What the hosts' processors update in a step."""
-
-    step: ListedStep
-    host: HostBucket
-    reads: Mapping[Var, Value]  # one device's name of what they read besides their leaves
-    # the same of what they make for the devices, by index among outputs of the step
-    gives: Mapping[int, Value]
-    known: Collection[Var]  # inputs that exist before gradients do
-    stays: Collection[Var]  # gradients that devices read, too
 
 
 class HostRun(HostSide):
@@ -91,15 +81,14 @@ class HostUpdates(abc.ABC):
         NO_LOCK  # locked with `UPDATING` while they update
     )
 
-    def __init__(self, hosted: Hosted):
-        self.step, self.host, self.reads, self.gives, self.known, self.stays = hosted
-        step, leaves = self.step, self.step.leaves
+    def __init__(self, step: HostStep):
+        self.step, self.host, self.reads, leaves = step, step.host, step.reads, step.leaves
         # The indices of leaves that are stored where they are updated, and of parameters off the devices.
         self.hosted = [i for i, leaf in enumerate(leaves) if leaf.tier == self.store]
         self.streamed = [i for i, leaf in enumerate(leaves) if leaf.is_streamed]
         offloaded = dict.fromkeys([*self.hosted, *self.streamed])
         self.leaves = dict(zip(offloaded, step.named_leaves(offloaded), strict=True))
-        self.names = {**self.leaves, **self.gives}
+        self.names = {**self.leaves, **step.gives}
         self.early = EarlyPlan((), {})  # what starts while layers compute
         self.late: HostBucket | None = (
             self.host
@@ -134,10 +123,11 @@ class HostUpdates(abc.ABC):
         """What is updated with all gradients, if these subgraphs (by index) wait for them."""
 
     def _planned_early(self, layered: LayeredSegment) -> EarlyPlan:
-        planned, known = self.step.planned, [*self.known, *layered.literals]
+        step = self.step
+        planned, known = step.planned, [*step.known, *layered.literals]
         subgraphs = planned.plan.buckets[0].subgraphs
         return plan_early(
-            planned, layered, subgraphs, known, self.stays, self.assumes, self.in_tiles()
+            planned, layered, subgraphs, known, step.stays, self.assumes, self.in_tiles()
         )
 
     def set_sends(self) -> None:

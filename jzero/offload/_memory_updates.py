@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,13 +14,16 @@ from jzero.offload._assumptions import History
 from jzero.offload._early_plan import EarlyBucket, as_function, avals_of
 from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine, padding_of_leaf
-from jzero.offload._host_updates import Hosted, HostUpdates
+from jzero.offload._host_updates import HostUpdates
 from jzero.offload._memory_run import MemoryRun, Old
 from jzero.offload.kernels._host_update import HostUpdate, default_threads, helping_threads
 from jzero.offload.memory._storage import places
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.sharding.plan._backend import Shared
 from jzero.tracing import _call
+
+if TYPE_CHECKING:
+    from jzero.offload._host_step import HostStep
 
 WHO = _call.WHO
 
@@ -41,7 +44,7 @@ class MemoryUpdates(HostUpdates):
     store, consumes = HOST, True
 
     def __init__(
-        self, hosted: Hosted, threads: int | None, delay_after: int | None, shared: Shared
+        self, step: HostStep, threads: int | None, delay_after: int | None, shared: Shared
     ):
         """`shared` has the engines of steps on batches of other shapes; equal ones are shared."""
         self._threads, self.delay_after, self._shared = threads, delay_after, shared
@@ -53,7 +56,7 @@ class MemoryUpdates(HostUpdates):
         # threads may still write there.
         self.old: dict[tuple[EarlyBucket, int | None], Old] = {}
         self.history = History()
-        super().__init__(hosted)
+        super().__init__(step)
         self.early_leaves = frozenset(i for x in self.early.buckets for i in x.leaves)
 
     def _left(self, subgraphs: Sequence[int]) -> HostBucket | None:

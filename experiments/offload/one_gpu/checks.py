@@ -165,7 +165,7 @@ def direct() -> str:
     """O_DIRECT to and from pinned memory."""
     nbytes = 2**23
     with scratch() as folder:
-        file = DirectFile("checks.py", Path(folder) / "x", create=True)
+        file = DirectFile(Path(folder) / "x", create=True)
         out = view(pinned_zeros((2 * nbytes,), jnp.uint8, places()[1]).addressable_data(0))
         start = -out.ctypes.data % max(file.memory_alignment, 1)
         part = out[start : start + nbytes]

@@ -73,7 +73,7 @@ def disk(nbytes: str = str(2**32)) -> Iterator[dict[str, Any]]:
     from jzero.offload.nvme._aligned import pages
     from jzero.offload.nvme._direct import BLOCK, DirectFile
 
-    file = DirectFile("machine.py", Path(os.environ["DISK"]) / "disk", create=True)
+    file = DirectFile(Path(os.environ["DISK"]) / "disk", create=True)
     size = int(nbytes)
     file.resize(size)
     buffers = [pages(BLOCK) for _ in range(READERS)]

@@ -38,6 +38,7 @@ from jzero.offload.kernels._machine import X86, processor
 from jzero.offload.kernels._writer import dtype_of
 from jzero.offload.kernels._xla_loops import XlaLoops
 from jzero.offload.memory._addresses import (
+    WHO,
     Addresses,
     HostMemory,
     address,
@@ -50,7 +51,6 @@ from jzero.offload.memory._addresses import (
 from jzero.offload.nvme._job_threads import NO_BUFFER, Asked, JobThreads
 from jzero.tracing import _jaxpr, _rewrite
 
-WHO = "HostUpdate"
 IN_ITS_MIDDLE = message(
     WHO, "it is called in the middle of its own update, as by a signal's handler",
     "The host updates one state at a time.",
@@ -102,7 +102,7 @@ class HostUpdate:
         self._traced = update
         self._state, self._inputs, self.outputs = update.state, update.inputs, update.outputs
         self._names, self._input_names = update.names, numbered("inputs", update.inputs)
-        check_kept(WHO, self._names, self._state, update.new_state)
+        check_kept(self._names, self._state, update.new_state)
         self.code_paths = update.code_paths
         self._consts = on_host(update.consts)
         self._by: type[BlockLoops] = by or (XlaLoops if _machine.llvm() is None else KernelLoops)
@@ -198,7 +198,7 @@ class HostUpdate:
     def _addresses_of(self, states: Sequence[HostMemory]) -> np.ndarray:
         every = [x for state in states for x in state]
         at = self._known_state(
-            every, lambda: check_given(WHO, self._names, states, self._state, write=True)
+            every, lambda: check_given(self._names, states, self._state, write=True)
         )
         return at.reshape(len(states), len(self._state))
 
@@ -223,7 +223,7 @@ class HostUpdate:
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
         """Each shard's inputs, checked, ready, and in the host's memory."""
-        check_given(WHO, self._input_names, inputs, self._inputs, write=False)
+        check_given(self._input_names, inputs, self._inputs, write=False)
         return [on_host(shard) for shard in inputs]
 
     def start(
@@ -274,7 +274,7 @@ class HostUpdate:
         names = self._names[len(self._state) :]
         at = self._known_outputs(
             [x for shard in outputs for x in shard],
-            lambda: check_given(WHO, names, outputs, self.outputs, write=True),
+            lambda: check_given(names, outputs, self.outputs, write=True),
         )
         first = self._num_operands + self._num_made
         prepared.addresses[:, first:] = at.reshape(len(outputs), -1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._code_paths import TracedUpdate, UpdateFn
-from jzero.offload.kernels._host_update import WHO, HostUpdate
+from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
@@ -165,7 +165,7 @@ class TiledUpdate(HostUpdate):
         here = [i for i in range(num) if inputs[0][i] is not None]
         names, avals = [self._input_names[i] for i in here], [self._inputs[i] for i in here]
         shards = [[shard[i] for i in here] for shard in inputs]
-        check_given(WHO, names, shards, avals, write=False)
+        check_given(names, shards, avals, write=False)
         missing = {slot - len(self._state) for slot in self._xla.reads} & {*range(num)} - {*here}
         zeros = {i: np.zeros(self._inputs[i].shape, self._inputs[i].dtype) for i in missing}
         found = [zeros | dict(zip(here, on_host(shard), strict=True)) for shard in shards]

@@ -19,6 +19,7 @@ from jzero._memory_kinds import PINNED
 
 HostMemory: TypeAlias = Sequence[Any]
 
+WHO = "HostUpdate"  # in messages
 _LINE = 64
 
 
@@ -79,7 +80,7 @@ class Addresses:
         return addresses
 
 
-def check_kept(who: str, names: Sequence[str], state: HostMemory, new_state: HostMemory) -> None:
+def check_kept(names: Sequence[str], state: HostMemory, new_state: HostMemory) -> None:
     """Raises an error unless `new_state` has the shapes and dtypes of `state`, and NumPy has these."""
     found = [] if len(state) == len(new_state) else [f"{len(state)} leaves become {len(new_state)}"]
     for name, old, new in zip(names, state, new_state, strict=False):
@@ -89,12 +90,12 @@ def check_kept(who: str, names: Sequence[str], state: HostMemory, new_state: Hos
             found.append(f"{_described(name, old)} becomes {_described('', new).strip()}")
     if found:
         raise StateError(message(
-            who, found, "State on the host is updated in its place, in NumPy arrays.",
+            WHO, found, "State on the host is updated in its place, in NumPy arrays.",
             "Let the update keep its dtypes, and keep keys on the devices."))  # fmt: skip
 
 
 def check_given(
-    who: str, names: Sequence[str], given: Sequence[HostMemory], wanted: HostMemory, write: bool
+    names: Sequence[str], given: Sequence[HostMemory], wanted: HostMemory, write: bool
 ) -> None:
     """Raises an error unless each shard's arrays have the wanted shapes and dtypes.
 
@@ -127,7 +128,7 @@ def check_given(
             found.append(f"{_described(name + where, x)} {wrong}")
     if found:
         raise StateError(message(
-            who, found, "Kernels read and write memory by its address.",
+            WHO, found, "Kernels read and write memory by its address.",
             "Pass what the update was traced for; what is written, in arrays of host_empty."))  # fmt: skip
 
 

@@ -17,13 +17,14 @@ from jzero._errors import OptionError, StateError, message
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._leaf_array import parts_for
-from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
+from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._storage import HostPlacement, copy_parts, sizes_of
 from jzero.offload.nvme import _making
 from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
+from jzero.offload.nvme._layout import WHO
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
@@ -82,7 +83,7 @@ class Filling:
             raise kind(message(WHO, there, rule, edit, things="folders", shown=8))
         self._folder = _base(spec) / f"state-{choice.number}"
         if choice.write is not None:
-            files = TileFiles.open(WHO, self._folder, spec.files, spec.in_place, choice.write, run)
+            files = TileFiles.open(self._folder, spec.files, spec.in_place, choice.write, run)
             self.resumed = True
             self._store = NVMeStore(spec, files)
             # They are the earlier run's: never to be removed for another state of this process.
@@ -96,7 +97,7 @@ class Filling:
             def ready() -> None:
                 _agreement.agree(WHO, spec.mesh, lambda: {"files": ["made"]})
 
-            files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place, run, ready)
+            files = TileFiles.create(self._folder, spec.files, spec.in_place, run, ready)
             self._store = NVMeStore(spec, files)
             self._store.begin()
             _made[self._folder] = run, [*spec.files]
@@ -196,7 +197,7 @@ def _base(spec: StoreSpec) -> Path:
 
 def _found_by_all(spec: StoreSpec) -> tuple[list[dict[int, Folder]], list[str]]:
     """Each process's folders, and an id that each has drawn."""
-    there = _making.folders(WHO, _base(spec))
+    there = _making.folders(_base(spec))
     own = {number: found for number, path in there if (found := _found(path))}
     brought = _agreement.gather(WHO, spec.mesh, {"folders": [*own.items()], "run": new_run()})
     folders = [{n: Folder.of_json(x) for n, x in each["folders"]} for each in brought]
@@ -207,7 +208,7 @@ def _found(folder: Path) -> Folder | None:
     """What is in a folder, and how states of this process use it."""
     if folder in _alive:
         return Folder(RESUMED if folder in _gone_on else MADE)
-    found = _making.look(WHO, folder)
+    found = _making.look(folder)
     # Another run may have gone on with them.
     is_ours = found and folder in _made and {*found.runs} == {_made[folder][0]}
     return found._replace(use=GONE) if found and is_ours else found

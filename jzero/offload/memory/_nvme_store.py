@@ -20,7 +20,6 @@ from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import TileAt, TileFiles
 from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
 
-WHO = "jzero.NVMe"
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()
 
@@ -86,7 +85,7 @@ class StoreSpec:
         """Buffers for tiles, each with room for the gradients behind one."""
         both = itertools.zip_longest(self.layout.nbytes, self.gradients.nbytes, fillvalue=0)
         most = max(self.frozen.most_bytes, *map(sum, both), 0)
-        return TileRing(WHO, self.host_bytes - self.writing_bytes, most)
+        return TileRing(self.host_bytes - self.writing_bytes, most)
 
     @property
     def files(self) -> dict[str, FileSpec]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jzero import _json
 from jzero._errors import StateError, message
 from jzero._json import Malformed, Maybe
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import WHO, TileLayout
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
 _TILES = [[[(str, int, bool)]]]
@@ -60,13 +60,13 @@ def listed(found: Sequence[Any]) -> str:
     return "; ".join(map(str, found[:3])) + f", and {len(found) - 3} more" * (len(found) > 3)
 
 
-def other_state(who: str, path: Path, there: Any, here: Any) -> StateError:
+def other_state(path: Path, there: Any, here: Any) -> StateError:
     """The error for a file that is `there` where `here` was expected, both as in `about`."""
     alike = all(there[key] == here[key] for key in ("identity", "frozen"))
     if alike and {x[0] for x in _extents(there)} == {x[0] for x in _extents(here)}:
-        return _other_tiles(who, path, there, here)
+        return _other_tiles(path, there, here)
     return StateError(message(
-        who, f"{path} has another state: {difference(there, here)}",
+        WHO, f"{path} has another state: {difference(there, here)}",
         f"Leaves, mesh and devices of state that is resumed are those that it had. {NOT_OVERWRITTEN}",
         "Use another path, or restore a checkpoint, which any mesh can."))  # fmt: skip
 
@@ -75,13 +75,13 @@ def _extents(about: Any) -> list[Any]:
     return [extent for tile in about["tiles"] for extent in tile]
 
 
-def _other_tiles(who: str, path: Path, there: Any, here: Any) -> StateError:
+def _other_tiles(path: Path, there: Any, here: Any) -> StateError:
     def said(about: Any) -> str:
         ends = [x[2] + x[3] for x in _extents(about)]
         return f"up to {max(ends, default=0)} bytes, with{'' if 'gradients' in about else 'out'} gradients"
 
     return StateError(message(
-        who, f"{path} has this state in tiles of {said(there)}; here they are of {said(here)}",
+        WHO, f"{path} has this state in tiles of {said(there)}; here they are of {said(here)}",
         f"host_bytes and gradients say how state is cut into tiles. {NOT_OVERWRITTEN}",
         "Use those of the run that made it, or restore a checkpoint into another path."))  # fmt: skip
 

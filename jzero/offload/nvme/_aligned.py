@@ -13,7 +13,7 @@ import numpy as np
 
 from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._layout import PAGE, WHO
 
 LEAST = 3  # One tile is read, one updated and one written at the same time.
 
@@ -46,12 +46,12 @@ class Claim:
 class TileRing:
     """Buffers that sweeps use again and again, one sweep at a time.
 
-    >>> ring = TileRing("jzero.NVMe", host_bytes=2**20, tile_bytes=2**18)
+    >>> ring = TileRing(host_bytes=2**20, tile_bytes=2**18)
     >>> ring.num, ring.buffers[0].shape
     (4, (262144,))
     """
 
-    def __init__(self, who: str, host_bytes: int, tile_bytes: int) -> None:
+    def __init__(self, host_bytes: int, tile_bytes: int) -> None:
         """Makes as many buffers of `tile_bytes`, a multiple of 4096, as `host_bytes` hold.
 
         Raises an `OptionError` if they hold fewer than three.
@@ -59,7 +59,7 @@ class TileRing:
         num = host_bytes // tile_bytes
         if num < LEAST:
             raise OptionError(message(
-                who, f"host_bytes={host_bytes} hold {num} tiles of {tile_bytes} bytes",
+                WHO, f"host_bytes={host_bytes} hold {num} tiles of {tile_bytes} bytes",
                 "One tile is read, one updated and one written at the same time.",
                 f"Use host_bytes={LEAST * tile_bytes} ({readable_bytes(LEAST * tile_bytes)}) or more.",
             ))  # fmt: skip
@@ -89,7 +89,7 @@ class TileRing:
         claim = self._claim()
         if claim is not None and claim.is_live:
             raise StateError(message(
-                "jzero.NVMe", "it is called in the middle of a call that moves tiles through the same "
+                WHO, "it is called in the middle of a call that moves tiles through the same "
                 "memory, as by a signal's handler", "Tiles of one state are in memory at a time.",
                 "Set a flag there, and look at it after the step."))  # fmt: skip
         found = Claim()

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jzero._errors import OptionError, StateError, message
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._layout import PAGE, WHO
 
 BLOCK = 2**23  # Bytes of one transfer, at most; experiments/infinity/disk.py measures others.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it.
@@ -33,7 +33,7 @@ class DirectFile:
 
     _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
 
-    def __init__(self, who: str, path: Path, create: bool = False) -> None:
+    def __init__(self, path: Path, create: bool = False) -> None:
         """Opens a file, or makes one where nothing is.
 
         Raises:
@@ -41,10 +41,10 @@ class DirectFile:
           StateError: it is not there.
         """
         # `why_not` says in words why transfers do not go past the page cache.
-        self.path, self._who, self._fd, self.why_not = path, who, -1, ""
+        self.path, self._fd, self.why_not = path, -1, ""
         if sys.platform != "linux":
             raise OptionError(message(
-                who, f"this is {sys.platform}", "State is kept in files by system calls of Linux.",
+                WHO, f"this is {sys.platform}", "State is kept in files by system calls of Linux.",
                 "Use another tier, such as HostCPU."))  # fmt: skip
         # What is no file of ours may be a link to anything, a pipe or a device.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -85,13 +85,13 @@ class DirectFile:
             return fd
         except FileNotFoundError as error:
             raise StateError(message(
-                self._who, f"{self.path} is not there",
+                WHO, f"{self.path} is not there",
                 "State that is resumed is in one file for each device.",
                 "Put it back, or restore a checkpoint into another path, without resume=True.",
             )) from error  # fmt: skip
         except OSError as error:
             raise OptionError(message(
-                self._who, f"{self.path} cannot be opened: {error.strerror}",
+                WHO, f"{self.path} cannot be opened: {error.strerror}",
                 "State is kept in files that this run reads and writes.", "Use another path."
             )) from error  # fmt: skip
 
@@ -122,11 +122,11 @@ class DirectFile:
                 raise BlockingIOError  # It has just got another name, by whoever had the lock.
         except (BlockingIOError, FileNotFoundError) as error:
             raise OptionError(message(
-                self._who, f"another run has {self.path}", "One run at a time has the files of a path.",
+                WHO, f"another run has {self.path}", "One run at a time has the files of a path.",
                 "End it, or give each run a path of its own.")) from error  # fmt: skip
         except OSError as error:
             raise OptionError(message(
-                self._who, f"{self.path} cannot be locked: {error.strerror}",
+                WHO, f"{self.path} cannot be locked: {error.strerror}",
                 "A second run in the same folder must be noticed.", "Use a local file system."
             )) from error  # fmt: skip
 
@@ -183,14 +183,14 @@ class DirectFile:
             os.fdatasync(self._fd)
         except OSError as error:
             raise StateError(message(
-                self._who, f"{self.path} cannot be synced: {error.strerror}",
+                WHO, f"{self.path} cannot be synced: {error.strerror}",
                 "A step is complete when the disk has all of it.",
                 "Look at the disk; the step before is still there, unless in_place=True.",
             )) from error  # fmt: skip
 
     def _failed(self, doing: str, what: str, offset: int, error: OSError) -> StateError:
         return StateError(message(
-            self._who, f"{doing} {what}, byte {offset} of {self.path}, failed: {error.strerror}",
+            WHO, f"{doing} {what}, byte {offset} of {self.path}, failed: {error.strerror}",
             "Every byte of a tile is read and written.",
             "Look at the disk and the kernel's log; the step before is still there, unless in_place=True.",
         ))  # fmt: skip
@@ -198,7 +198,7 @@ class DirectFile:
     def cut(self, needed: str) -> StateError:
         """The error for a file that is shorter than it was."""
         return StateError(message(
-            self._who, f"{self.path} has {self.size} bytes, and {needed}: it was cut", _DAMAGED,
+            WHO, f"{self.path} has {self.size} bytes, and {needed}: it was cut", _DAMAGED,
             "Restore the last checkpoint into a new path, without resume=True."))  # fmt: skip
 
     def close(self) -> None:

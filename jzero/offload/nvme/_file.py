@@ -20,7 +20,7 @@ from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
 from jzero.offload.nvme._gradients import WaitingGradients
 from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, Write
-from jzero.offload.nvme._layout import PAGE, whole_pages
+from jzero.offload.nvme._layout import PAGE, WHO, whole_pages
 
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
 
@@ -31,16 +31,14 @@ class TileFile:
     Reads raise a `StateError` if the disk fails, or what was written is damaged; writes, if they fail.
     """
 
-    def __init__(
-        self, who: str, file: DirectFile, spec: FileSpec, in_place: bool, run: str
-    ) -> None:
-        self._who, self.file, self.layout, self.run = who, file, spec.layout, run
+    def __init__(self, file: DirectFile, spec: FileSpec, in_place: bool, run: str) -> None:
+        self.file, self.layout, self.run = file, spec.layout, run
         self.frozen = spec.frozen
         self._about, self._slots = spec.about(), 1 if in_place and not spec.frozen else 2
         self._tile_bytes = spec.layout.nbytes
         num = spec.layout.first_checksums[-1]
         own = 1 if spec.frozen else self._slots
-        self.gradients = WaitingGradients(who, file, spec.gradients)
+        self.gradients = WaitingGradients(file, spec.gradients)
         # See [Note: gradients in files].
         joined: Callable[[int, int], int] = max if own == 2 else int.__add__
         rooms = [joined(n, self.gradients.nbytes(k)) for k, n in enumerate(self._tile_bytes)]
@@ -87,7 +85,7 @@ class TileFile:
         Raises a `StateError` if it is cut, damaged, of another version, another state's, or made with another
         `in_place`.
         """
-        found = headers(self._who, self.file)
+        found = headers(self.file)
         if len(found) == 1 and found[0].slots == 1:
             what = "with in_place=True it may have said that tiles are of two steps"
             raise self._damaged("has a damaged header", what)
@@ -102,7 +100,7 @@ class TileFile:
         if header.slots != self._slots:
             here = header.slots == 1
             raise StateError(message(
-                self._who, f"{self.path} was made with in_place={here}",
+                WHO, f"{self.path} was made with in_place={here}",
                 f"With in_place=False a file has two slots. {NOT_OVERWRITTEN}",
                 f"Use in_place={here}, or another path."))  # fmt: skip
         if self._slots == 2:
@@ -111,7 +109,7 @@ class TileFile:
             self.steps = {header.write: 0}
         elif header.state == WRITING:
             raise StateError(message(
-                self._who, f"{self.path} is dirty: its run ended while step {header.step} was "
+                WHO, f"{self.path} is dirty: its run ended while step {header.step} was "
                 "written over the step before",
                 f"With in_place=True a step that does not end leaves tiles of two steps. {NOT_OVERWRITTEN}",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
@@ -134,10 +132,10 @@ class TileFile:
             except Malformed as error:
                 found = listed(error.args)
                 raise self._damaged("has a description that is none", found) from error
-            raise other_state(self._who, self.path, there, json.loads(self._about))
+            raise other_state(self.path, there, json.loads(self._about))
 
     def _damaged(self, what: str, found: str) -> StateError:
-        return _damaged(self._who, self.file, what, found)
+        return _damaged(self.file, what, found)
 
     def load(self, step: Write) -> None:
         slot = self.steps[step]
@@ -203,7 +201,7 @@ class TileFile:
         if found != expected:
             # The step that reads it may have begun to overwrite the step before.
             raise StateError(message(
-                self._who, f"{self.path} has {what}, bytes {at} to {at + len(part)}: its checksum is "
+                WHO, f"{self.path} has {what}, bytes {at} to {at + len(part)}: its checksum is "
                 f"{found:08x}, and {expected:08x} was written",
                 "What is on the disk is not what was written.", _RESTORE))  # fmt: skip
 
@@ -269,7 +267,7 @@ class TileFile:
         self.file.write(self._page, page * PAGE, f"a header of step {step}")
 
 
-def headers(who: str, file: DirectFile) -> list[Header]:
+def headers(file: DirectFile) -> list[Header]:
     """The intact header pages of a file, one or two; else raises a `StateError`."""
     found, versions = [], set()
     for k, page in enumerate(header_pages(file)):
@@ -277,28 +275,28 @@ def headers(who: str, file: DirectFile) -> list[Header]:
             header = _header.checked(page)
         except Malformed as error:
             what = listed(error.args)
-            raise _damaged(who, file, f"has a header {k + 1} that is none", what) from error
+            raise _damaged(file, f"has a header {k + 1} that is none", what) from error
         if isinstance(header, Header):
             if k != (header.slot if header.slots == 2 else header.generation % 2):
                 what = f"it is of slot {header.slot}, generation {header.generation}"
-                raise _damaged(who, file, f"has the other header in the place of {k + 1}", what)
+                raise _damaged(file, f"has the other header in the place of {k + 1}", what)
             found.append(header)
         elif header is not None:
             versions.add(header)
     if versions:
         raise StateError(message(
-            who, f"{file.path} has version {max(versions)} of the format",
+            WHO, f"{file.path} has version {max(versions)} of the format",
             f"This version of jzero reads and writes version {_header.VERSION}. {NOT_OVERWRITTEN}",
             "Use the version of jzero that made it, or another path."))  # fmt: skip
     if not found:
         what = "both are damaged, or it is another program's file"
-        raise _damaged(who, file, "has no intact header", what)
+        raise _damaged(file, "has no intact header", what)
     if len({header.of_file for header in found}) > 1:
-        raise _damaged(who, file, "has headers of two files", "they differ in more than the step")
+        raise _damaged(file, "has headers of two files", "they differ in more than the step")
     complete = [header for header in found if header.state == COMPLETE and header.slots == 2]
     if len({header.step for header in complete}) < len(complete):
         what = f"both are of step {complete[0].step}"
-        raise _damaged(who, file, "has headers that are none", what)
+        raise _damaged(file, "has headers that are none", what)
     return found
 
 
@@ -311,7 +309,7 @@ def header_pages(file: DirectFile) -> list[np.ndarray]:
     return found
 
 
-def _damaged(who: str, file: DirectFile, what: str, found: str) -> StateError:
+def _damaged(file: DirectFile, what: str, found: str) -> StateError:
     return StateError(message(
-        who, f"{file.path} {what}: {found}",
+        WHO, f"{file.path} {what}: {found}",
         f"What is on the disk is not what was written. {NOT_OVERWRITTEN}", _RESTORE))  # fmt: skip

@@ -21,6 +21,7 @@ from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import TileFile
 from jzero.offload.nvme._folders import GivenWrites
 from jzero.offload.nvme._header import Write
+from jzero.offload.nvme._layout import WHO
 
 _POLL_SECONDS = 0.005
 
@@ -48,8 +49,8 @@ class TileFiles:
     written is damaged, or the files are lost.
     """
 
-    def __init__(self, who: str, files: Sequence[TileFile], in_place: bool) -> None:
-        self._who, self._files, self._in_place = who, list(files), in_place
+    def __init__(self, files: Sequence[TileFile], in_place: bool) -> None:
+        self._files, self._in_place = list(files), in_place
         self.layouts = [file.layout for file in files]
         self.committed: Write | None = None
         self._slots: list[int] = []  # The slot of `committed` in each file.
@@ -61,7 +62,7 @@ class TileFiles:
 
     @classmethod
     def create(
-        cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
+        cls, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, run: str | None = None, ready: Callable[[], None] | None = None,
     ) -> TileFiles:  # fmt: skip
         """Makes the files, which have no step yet, and reserves their space; if it fails, it leaves nothing.
@@ -69,7 +70,6 @@ class TileFiles:
         A folder of a run that ended before its first step was complete gets another name, with a warning.
 
         Args:
-          who: what the user called; errors begin with it.
           folder: of the files; made.
           specs: of each file, by its name.
           in_place: one slot instead of two.
@@ -82,13 +82,13 @@ class TileFiles:
         """
         folder = Path(folder)
         if ready is None:
-            _check_alone(who, folder)
-        made = _making.make(who, folder, specs, in_place, run or new_run(), ready or (lambda: None))
-        return cls(who, made, in_place)
+            _check_alone(folder)
+        made = _making.make(folder, specs, in_place, run or new_run(), ready or (lambda: None))
+        return cls(made, in_place)
 
     @classmethod
     def open(
-        cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
+        cls, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, step: Write | None = None, run: str | None = None,
     ) -> TileFiles:  # fmt: skip
         """Opens files that an earlier run has left, made with the same arguments; writes nothing.
@@ -103,11 +103,11 @@ class TileFiles:
         with contextlib.ExitStack() as undo:
             made = []
             for name, spec in specs.items():
-                file = DirectFile(who, Path(folder) / name)
+                file = DirectFile(Path(folder) / name)
                 undo.callback(file.close)
-                made.append(TileFile(who, file, spec, in_place, run))
+                made.append(TileFile(file, spec, in_place, run))
                 made[-1].open()
-            files = cls(who, made, in_place)
+            files = cls(made, in_place)
             files.select(step)
             undo.pop_all()
         return files
@@ -152,16 +152,6 @@ class TileFiles:
         )
 
     @property
-    def disk_bytes(self) -> int:
-        return sum(file.size for file in self._files)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes that a step reads, and as many that it writes."""
-        moved = [file.layout for file in self._files if not file.frozen]
-        return sum(sum(layout.nbytes) for layout in moved)
-
-    @property
     def most_bytes(self) -> int:
         """Bytes of the largest tile of all files, a multiple of 4096."""
         return max((layout.most_bytes for layout in self.layouts), default=0)
@@ -183,7 +173,7 @@ class TileFiles:
             each = [f"{file.path} has {_listed(sorted(file.steps))}" for file in self._files]
             what = "A step" if step is None else f"{step}".capitalize()
             raise StateError(message(
-                self._who, each,
+                WHO, each,
                 f"{what} is resumed if all files have it, complete. {NOT_OVERWRITTEN}",
                 "Restore the last checkpoint into a new path, without resume=True.", things="files", shown=8,
             ))  # fmt: skip
@@ -242,7 +232,7 @@ class TileFiles:
     def _check(self) -> None:
         if self._lost is not None:
             raise StateError(message(
-                self._who, f"step {self._lost} failed while it was written over the step before, in "
+                WHO, f"step {self._lost} failed while it was written over the step before, in "
                 f"{self.folder}",
                 "With in_place=True a step that does not end leaves tiles of two steps.",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
@@ -354,11 +344,11 @@ def new_run() -> str:
     return secrets.token_hex(16)
 
 
-def _check_alone(who: str, folder: Path) -> None:
-    found = _making.look(who, folder) if os.path.lexists(folder) else None
+def _check_alone(folder: Path) -> None:
+    found = _making.look(folder) if os.path.lexists(folder) else None
     choice = _folders.decide(
         [{0: found} if found else {}], lambda *_: folder, False, GivenWrites({})
     )
     if choice.refusal:
         there, rule, edit = choice.refusal
-        raise OptionError(message(who, there, rule, edit))
+        raise OptionError(message(WHO, there, rule, edit))

@@ -18,7 +18,7 @@ import numpy as np
 from jzero._errors import StateError, message
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import DirectFile
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import WHO, TileLayout
 
 
 class WaitingGradients:
@@ -27,9 +27,9 @@ class WaitingGradients:
     Raises a `StateError` if the disk fails, or what was written is damaged.
     """
 
-    def __init__(self, who: str, file: DirectFile, layout: TileLayout) -> None:
+    def __init__(self, file: DirectFile, layout: TileLayout) -> None:
         # `layout` is relative to the start of each tile's gradients.
-        self._who, self._file, self.layout = who, file, layout
+        self._file, self.layout = file, layout
         num = layout.first_checksums[-1]
         self._checksums, self._there = np.zeros(num, np.uint32), np.zeros(num, bool)
         self._starts: Sequence[int] = ()
@@ -65,7 +65,7 @@ class WaitingGradients:
             if found != expected:
                 at = self._starts[tile] + start
                 raise StateError(message(
-                    self._who, f"{self._file.path} has damaged bytes of {self._what(tile, i)}, {at} to "
+                    WHO, f"{self._file.path} has damaged bytes of {self._what(tile, i)}, {at} to "
                     f"{at + stop - start}: their checksum is {found:08x}, and {expected:08x} was written",
                     "What is on the disk is not what was written in this step.",
                     "Look at the disk and the kernel's log; the step before is still there, unless "

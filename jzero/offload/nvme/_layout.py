@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+WHO = "jzero.NVMe"  # in messages: what the user called
 LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
 # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
 PAGE = 4096

@@ -19,6 +19,7 @@ from jzero.offload.nvme._about import FileSpec
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import TileFile, header_pages
 from jzero.offload.nvme._folders import Folder
+from jzero.offload.nvme._layout import WHO
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SUFFIX = ".tiles"  # of every file of ours
@@ -26,7 +27,7 @@ _MAKING = ".making"
 NAME = re.compile(r"state-(0|[1-9]\d{0,8})")
 
 
-def folders(who: str, base: Path) -> list[tuple[int, Path]]:
+def folders(base: Path) -> list[tuple[int, Path]]:
     """The folders of states of one process, by number; raises an `OptionError` if they cannot be listed."""
     try:
         names = os.listdir(base)
@@ -34,13 +35,13 @@ def folders(who: str, base: Path) -> list[tuple[int, Path]]:
         return []
     except OSError as error:
         raise OptionError(message(
-            who, f"{base} cannot be read: {error.strerror}", "Files of an earlier run may be there.",
+            WHO, f"{base} cannot be read: {error.strerror}", "Files of an earlier run may be there.",
             "Use another path."))  from error  # fmt: skip
     found = [(match, base / name) for name in names if (match := NAME.fullmatch(name))]
     return [(int(match[1]), path) for match, path in found]
 
 
-def look(who: str, folder: Path) -> Folder | None:
+def look(folder: Path) -> Folder | None:
     """What is in a folder; None if there are no files of ours in it.
 
     It raises nothing for what is there: other processes are told first.
@@ -50,14 +51,14 @@ def look(who: str, folder: Path) -> Folder | None:
     found: dict[str, Sequence[bytes]] = {}
     try:
         for path in _tiles_in(folder):
-            with contextlib.closing(DirectFile(who, path)) as file:
+            with contextlib.closing(DirectFile(path)) as file:
                 # One that was cut has no intact header.
                 cut = file.size < 2 * len(_EMPTY)
                 found[path.name] = (
                     [_EMPTY] * 2 if cut else [x.tobytes() for x in header_pages(file)]
                 )
     except (JzeroError, OSError) as error:
-        return Folder(problem=str(error).removeprefix(f"{who}: ").rstrip("."), intact=False)
+        return Folder(problem=str(error).removeprefix(f"{WHO}: ").rstrip("."), intact=False)
     return _folders.judge(found) if found else None
 
 
@@ -77,7 +78,7 @@ def _regular_in(folder: Path) -> list[Path]:
 
 
 def make(
-    who: str, folder: Path, specs: Mapping[str, FileSpec], in_place: bool, run: str,
+    folder: Path, specs: Mapping[str, FileSpec], in_place: bool, run: str,
     ready: Callable[[], None],
 ) -> list[TileFile]:  # fmt: skip
     """Makes the files of a folder, and those around it; reserves their space; puts aside what is there.
@@ -86,16 +87,16 @@ def make(
     `OptionError` if there is no room, or another run makes files there.
     """
     making, made = folder.with_name(folder.name + _MAKING), list[TileFile]()
-    with contextlib.ExitStack() as undo, _named(who, folder, made):
+    with contextlib.ExitStack() as undo, _named(folder, made):
         _make_around(folder, undo)
-        clear(who, making)
+        clear(making)
         making.mkdir(mode=0o700)
         undo.callback(_remove_folder, making)
         for name, spec in specs.items():
-            new = DirectFile(who, making / name, create=True)
+            new = DirectFile(making / name, create=True)
             undo.callback(new.close)
             undo.callback(new.path.unlink, missing_ok=True)
-            made.append(TileFile(who, new, spec, in_place, run))
+            made.append(TileFile(new, spec, in_place, run))
         for file in made:  # The space of all, before any is filled.
             file.file.resize(file.size)
         for file in made:
@@ -103,7 +104,7 @@ def make(
         sync_folder(making)
         ready()
         if os.path.lexists(folder):
-            put_aside(who, folder)
+            put_aside(folder)
         os.rename(making, folder)
         undo.callback(_remove_folder, folder)
         for file in made:
@@ -114,35 +115,35 @@ def make(
     return made
 
 
-def put_aside(who: str, folder: Path) -> None:
+def put_aside(folder: Path) -> None:
     """Gives a folder another name, and warns with it, unless it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
         return
     with contextlib.ExitStack() as held:
         for path in _regular_in(folder):
-            held.enter_context(contextlib.closing(DirectFile(who, path)))  # No other run has it.
+            held.enter_context(contextlib.closing(DirectFile(path)))  # No other run has it.
         names = (folder.with_name(f"{folder.name}.aside-{k}") for k in itertools.count())
         aside = next(name for name in names if not os.path.lexists(name))
         # First, since filters may make it an error.
         warn(message(
-            who, f"{folder} is there, without a complete step, and gets the name {aside.name}",
+            WHO, f"{folder} is there, without a complete step, and gets the name {aside.name}",
             "Its run ended before its first step was complete.", "Remove it when you do not need it."
         ))  # fmt: skip
         os.rename(folder, aside)
     sync_folder(folder.parent)
 
 
-def clear(who: str, folder: Path) -> None:
+def clear(folder: Path) -> None:
     """Removes what a killed start has left of our files, and the folder; else puts it aside.
 
     Raises an `OptionError` if another run has one of them.
     """
     for path in _regular_in(folder):
-        with contextlib.closing(DirectFile(who, path)):
+        with contextlib.closing(DirectFile(path)):
             path.unlink()
     if os.path.lexists(folder):
-        put_aside(who, folder)
+        put_aside(folder)
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:
@@ -175,7 +176,7 @@ def _remove_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named(who: str, folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
+def _named(folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
     """If the system refuses to make files, says what was needed, and what there was."""
     disk = None
     try:
@@ -187,13 +188,13 @@ def _named(who: str, folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
             raise
         if cause.errno not in _NO_ROOM or disk is None:
             raise OptionError(message(
-                who, f"files cannot be made in {folder}: {cause.strerror}",
+                WHO, f"files cannot be made in {folder}: {cause.strerror}",
                 "State is kept in files in this folder. Nothing was left behind.", "Use another path.",
             )) from error  # fmt: skip
         free, needed = disk.f_bavail * disk.f_frsize, sum(file.size for file in made)
         old = f"Remove {folder}, which has no complete step, or make" if folder.exists() else "Make"
         raise OptionError(message(
-            who, f"{len(made)} files in {folder} need {needed} bytes ({readable_bytes(needed)}), and "
+            WHO, f"{len(made)} files in {folder} need {needed} bytes ({readable_bytes(needed)}), and "
             f"{free} ({readable_bytes(free)}) are free: {cause.strerror}",
             "All of their space is reserved before the first step. Nothing was left behind.",
             f"{old} room, shard over more hosts, or use in_place=True, which needs half.",

@@ -45,7 +45,7 @@ class sweep(Generic[At]):
     >>> disk = {0: 1, 1: 2, 2: 3}
     >>> def read(at, buffer): buffer[0] = disk[at]
     >>> def write(at, buffer): disk[at] = int(buffer[0])
-    >>> ring = TileRing("jzero.NVMe", host_bytes=2**14, tile_bytes=2**12)
+    >>> ring = TileRing(host_bytes=2**14, tile_bytes=2**12)
     >>> with sweep([0, 1, 2], ring, read, write) as visits:
     ...     for visit in visits:
     ...         visit.buffer[0] *= 10
