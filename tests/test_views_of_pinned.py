@@ -179,7 +179,7 @@ def test_zeros_are_donated_where_they_are(dtype):
 def test_when_a_copy_fails_what_is_lost_says_so(leaves):
     held, no_room = np.asarray(leaves[1].addressable_shards[2].data), MemoryError("no room")
     with (
-        failing(_pinned_leaf, "_copied", error=no_room),
+        failing(_pinned_leaf, "_own", error=no_room),
         pytest.raises(MemoryError, match="no room"),
     ):
         renewed(leaves, [0, 1], PLANS)

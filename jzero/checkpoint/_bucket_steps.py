@@ -111,7 +111,6 @@ class BucketSteps(Steps):
         return self._folder(step)
 
     def claim(self, step: int) -> str:
-        """Claims a step where its manifest will be, so that no other process can commit it."""
         if self.lock.ensure():  # Others may have written since what is remembered.
             self._forget()
         if self._is_unknown:
@@ -222,7 +221,6 @@ class BucketSteps(Steps):
         return files
 
     def _put_together(self, step: int) -> dict[str, File]:
-        """What the manifest says of files that were written in the bucket itself."""
         if jax.process_count() == 1:
             return {}
         bucket = self.where / str(step)

@@ -360,7 +360,6 @@ class Checkpointer:
         return _agreement.alike(who, mesh, lambda: _given(data_iterator))
 
     def _whole(self, who: str, step: int | None) -> Path:
-        """The directory of a step that is to be restored."""
         try:
             if step is not None and self._steps.is_there(_step_number(who, step)):
                 return self._steps.path(step)

@@ -24,7 +24,6 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def local(who: str, path: Any) -> Path:
-    """A path as a user gives it, made absolute; `~` is the home."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise OptionError(message(
@@ -34,7 +33,6 @@ def local(who: str, path: Any) -> Path:
 
 
 def kind(path: Path) -> str:
-    """What is there, in words."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -66,7 +64,6 @@ def files_below(directory: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -78,7 +75,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Syncs all files and directories in a directory, and itself."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(Path(folder, name))

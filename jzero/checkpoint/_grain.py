@@ -45,7 +45,6 @@ class DataShard:
     length: int  # how many times it counts one until the data end
 
     def place(self, state: Any) -> GrainPlace:
-        """Where it stands by a state of Grain."""
         if isinstance(state, bytes):
             following = int(_loader(state)[_FIRST_WORKER]) + self.count
         elif isinstance(state, dict) and state.keys() == {"next_index"}:
@@ -100,7 +99,6 @@ def is_grain(iterator: Any) -> bool:
 
 
 def shard(iterator: Any) -> DataShard:
-    """Which examples an iterator of Grain returns."""
     try:
         loads = type(iterator).__name__ == "DataLoaderIterator"
         return _shard_of(_source(iterator._iterator if loads else iterator))

@@ -47,7 +47,6 @@ class Inspection(NamedTuple):
     saved: Saved | None = None
 
     def totals(self) -> list[dict[str, Any]]:
-        """Number of leaves, elements and bytes of each role and dtype."""
         groups: dict[tuple[str | None, str], list[InspectedLeaf]] = {}
         for leaf in self.leaves:
             groups.setdefault((leaf.role, leaf.dtype), []).append(leaf)
@@ -90,7 +89,6 @@ class Verified(NamedTuple):
 
 
 def verify(stored: _stored.Stored) -> Verified:
-    """Reads every chunk of every leaf, and all other files."""
     found = Verified({}, [], stored.seal is not None)
     if stored.seal is not None:
         damaged = _seal.check_digests(stored.root, stored.seal)

@@ -30,7 +30,6 @@ class SavedIterator(NamedTuple):
 
 
 def state(iterator: Any) -> dict[str, Any]:
-    """`iterator.get_state()` of this process, and where that is in the data of all."""
     _check(iterator, "get_state")
     found = iterator.get_state()
     saved = _encode(found)

@@ -90,7 +90,6 @@ class Lock:
 
     @property
     def owner(self) -> str:
-        """A name of this process that no other has."""
         return f"{self._owner}, {self._owner and self._owner.token}"
 
     @property
@@ -136,7 +135,6 @@ class Lock:
                 "End one of the two, or save to another directory."))  # fmt: skip
 
     def release(self) -> None:
-        """Releases the lock, if this process holds it."""
         self._ended.set()
         owner, self._owner = self._owner, None
         _held.discard(owner.token if owner else "")
@@ -144,7 +142,6 @@ class Lock:
             self._give_back(owner)
 
     def holder(self) -> Holder | None:
-        """Who holds the lock; None if nobody does."""
         found = self.read()
         return None if found is None or found.free else found
 
@@ -355,7 +352,6 @@ def _advice(owner: Owner | None, directory: Path | Bucket) -> str:
 
 
 def _elsewhere(directory: Path | Bucket) -> str:
-    """What to do if nobody writes in a directory."""
     step = None if isinstance(directory, Bucket) else _nearby.step_of(directory)
     if step is None:
         return "Correct the path, if it is not the directory of steps."
@@ -395,7 +391,6 @@ def _parsed(found: Object) -> Holder:
 
 
 def _now() -> float:
-    """Seconds that also count while the machine sleeps, where the system has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

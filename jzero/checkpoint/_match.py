@@ -105,7 +105,6 @@ def _wrappers(names: Iterable[str]) -> set[str]:
 
 
 def _below(prefix: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names that begin with a prefix, and the rest of each."""
     return [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
 
 

@@ -86,7 +86,6 @@ def bucket_of(path: Any) -> Bucket | None:
 
 
 def shown(path: Path) -> str:
-    """A directory as its user knows it."""
     return str(bucket_of(path) or path)
 
 

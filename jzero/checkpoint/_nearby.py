@@ -30,7 +30,6 @@ def advice(path: Path) -> str:
 
 
 def step_of(path: Path) -> Path | None:
-    """The step that a path is, or is inside of."""
     for each in (path, *path.parents):
         if (each / _seal.NAME).is_file() or ((each / NOTES).is_file() and each.name.isdecimal()):
             return each

@@ -29,8 +29,6 @@ _ALIGNMENT = 64  # bytes; on CPUs XLA does not copy an array that begins at a mu
 
 
 class LeafErrors(Exception):
-    """What went wrong with each leaf, by its name in the checkpoint."""
-
     def __init__(self, errors: dict[str, BaseException]):
         each = [f"{named(name)}: {escaped(str(error))}" for name, error in errors.items()]
         super().__init__("; ".join(each))  # It is in the traceback, as the cause.
@@ -147,7 +145,6 @@ class Budget:
 
 
 async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> jax.Array:
-    """An open leaf in its layout."""
     of_keys = is_key(arg.dtype)
     shape = store.shape if of_keys else arg.shape
     if not of_keys and store.dtype.numpy_dtype != arg.dtype:

@@ -97,8 +97,6 @@ def restore_for(
 
 
 class _Task:
-    """A checkpoint that can be restored, and where each of its leaves goes."""
-
     def __init__(
         self, who: str, path: str | Path, train_step: ShardedStep, state: Any,
         args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -134,7 +132,6 @@ class _Task:
                 "memory=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
 
     def run(self) -> Any:
-        """The state, placed."""
         placed: dict[str, Any] = {}
         with self._filling or contextlib.nullcontext():
             if self._filling:

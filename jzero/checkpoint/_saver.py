@@ -24,8 +24,6 @@ from jzero.checkpoint._writing import Writing
 
 
 class Saver:
-    """Writes steps into a directory."""
-
     def __init__(self, steps: Steps, max_to_keep: int | None, save_bytes: int):
         self._steps, self._max_to_keep, self._save_bytes = steps, max_to_keep, save_bytes
         self._running: tuple[threading.Thread, _Work] | None = None
@@ -70,7 +68,6 @@ class Saver:
             raise failure
 
     def close(self) -> None:
-        """Waits, and releases the lock; raises what went wrong."""
         try:
             self.wait()
         finally:
@@ -105,7 +102,6 @@ class Saver:
             work.done.set()
 
     def _prune(self) -> None:
-        """Removes the steps that are too many."""
         if self._max_to_keep is not None:
             for step in self._steps.complete()[: -self._max_to_keep]:
                 self._steps.remove(step)

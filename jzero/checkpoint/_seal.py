@@ -42,8 +42,6 @@ class File(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """What belongs to a step: files by their paths in it."""
-
     files: Mapping[str, File]
 
 
@@ -54,7 +52,6 @@ def write(directory: Path) -> None:
 
 
 def files_in(directory: Path) -> dict[str, File]:
-    """What a seal says of the files in a directory and below."""
     return {
         name: File(size, None) if _is_data(name) else file(name, (directory / name).read_bytes())
         for name, size in _sizes(directory).items()

@@ -36,7 +36,6 @@ class Steps:
 
     @functools.cached_property
     def lock(self) -> Lock:
-        """The right to write in it."""
         return Lock(self.where)
 
     def complete(self) -> list[int]:
@@ -133,7 +132,6 @@ class Steps:
         return _files.unfinished(self.where / str(step))
 
     def _names(self) -> list[str]:
-        """What may be steps."""
         return os.listdir(self.where) if self.where.is_dir() else []
 
     def _check(self, step: int) -> None:
@@ -148,7 +146,6 @@ class Steps:
                 _check_unsealed(path)
 
     def _candidates(self) -> list[int]:
-        """The numbers in the directory."""
         names = [name for name in self._names() if name.isdecimal()]
         steps = [name for name in names if len(name) < 20 and str(int(name)) == name]
         for name in {*names} - {*steps}:

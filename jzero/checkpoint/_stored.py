@@ -43,8 +43,6 @@ _TREE_FORM = {
 
 
 class Stored(NamedTuple):
-    """A checkpointed pytree; its leaves by name."""
-
     directory: Path  # where its files are
     root: Path  # of all items of the step, if the checkpoint is one of them; else the same
     seal: Seal | None  # of the step
@@ -113,7 +111,6 @@ def notes(who: str, stored: Stored) -> dict[str, Any]:
 
 
 def iterators(who: str, step: Path) -> list[_iterators.SavedIterator]:
-    """Where the data iterator of each process stood."""
     file = step / DATA / ITERATOR_FILE
     if not file.exists():
         raise CheckpointError(message(

@@ -54,8 +54,6 @@ def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarra
 
 
 def has_checksums(store: tensorstore.TensorStore) -> bool:
-    """Whether a flipped bit in a chunk is an error, and not another value."""
-
     def check(codecs: Sequence[dict[str, Any]]) -> bool:
         options = [(codec["name"], codec.get("configuration", {})) for codec in codecs]
         return any(

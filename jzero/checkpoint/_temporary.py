@@ -40,7 +40,6 @@ class Temporary:
             os.close(self._fd)
 
     def others(self) -> list[Path]:
-        """Folders of processes that are alive, or may be."""
         return [path for path in self._parent.glob(self._pattern) if path.name != self.path.name]
 
     def close(self) -> None:

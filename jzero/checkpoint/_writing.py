@@ -51,7 +51,6 @@ class _Part:
         self._values: Any = None
 
     def start(self) -> None:
-        """Starts the copy of an array to the host."""
         if isinstance(self._data, jax.Array) and not self._is_cut and _is_copied(self._data):
             # JAX keeps what it copies of an array as long as the array; this one is ours.
             x = self._data
@@ -208,7 +207,6 @@ def metadata(shape: Sequence[int], chunks: Sequence[int]) -> dict[str, Any]:
 
 
 def _copy(parts: Sequence[_Part]) -> None:
-    """Copies to the host what is not in files: all of it at once."""
     now = [part for part in parts if not part.is_late]
     for part in now:
         part.start()

@@ -80,7 +80,6 @@ class History(NamedTuple):
     before: Numbers = {}
 
     def allows(self, assumption: Assumption | None) -> bool:
-        """Whether an update with this assumption, or none, may start."""
         if assumption is None:
             return True
         return bool(self.last) and assumption.is_likely(self.last, self.before)

@@ -38,7 +38,6 @@ class InTier(Backend):
     """What backends share. Parameters may be stored on the hosts with any of them, or in its files."""
 
     def check(self, stage_axes: StageAxes) -> None:
-        """Raises an `OptionError` if the policies cannot be obeyed on these axes."""
         if not self.streams:
             return
         if stage_axes.num_devices > 1 and not stage_axes.param_axes:
@@ -203,7 +202,6 @@ def backend_of(who: str, memory: Memory) -> Backend:
 
 
 def check_params(who: str, params: Any) -> None:
-    """Raises an `OptionError` unless parameters can be stored as this policy says."""
     if not isinstance(params, PinnedHost | NVMe):
         raise OptionError(message(
             who, f"Memory(params={params!r})",

@@ -82,7 +82,6 @@ class DeviceStep(ListedStep):
 
     @functools.cached_property
     def _update(self) -> Section:
-        """All buckets of the update."""
         ops = [op for index, _ in enumerate(self.buckets) for op in self._ops(index)]
         return Section(tuple(ops), self.plan.device_bytes)
 
@@ -95,7 +94,6 @@ class DeviceStep(ListedStep):
         return self.named_outs(self.buckets) | {i: self.name(self.invars[i]) for i in in_place}
 
     def _is_pinned(self, out: int) -> bool:
-        """Whether an output is a leaf in pinned memory."""
         return out < len(self.plan.new_leaves) and self.invars[out] in self._pinned
 
     def _ops(self, index: int) -> Iterator[Op]:
@@ -105,7 +103,6 @@ class DeviceStep(ListedStep):
         return self._whole(index, bucket, plan)
 
     def _whole(self, index: int, bucket: Segment, plan: UpdateBucket) -> Iterator[Op]:
-        """Fetches the leaves of a bucket, updates them, and sends them back."""
         pinned, name = self._pinned, self.name
         fetched = [var for var in bucket.takes if var in pinned]
         freed = [v for v in fetched if self._last[name(v)] == index and v not in self._unchanged]

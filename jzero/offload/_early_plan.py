@@ -61,14 +61,12 @@ class EarlyPlan:
 
     @property
     def slices(self) -> set[Var]:
-        """The gradients that are read slice by slice."""
         return {
             v for bucket in self.buckets if bucket.num_slices for v in bucket.reads if v.aval.shape
         }
 
     @property
     def assumed(self) -> set[int]:
-        """The indices of leaves whose update starts on an assumption."""
         return {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
 
     def text(self, plan: StepPlan) -> list[str]:

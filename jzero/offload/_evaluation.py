@@ -30,11 +30,8 @@ _LEAST_SLICE = 2**16  # bytes that are worth a read of their own
 
 
 class ReadFromHost(InTier):
-    """Parameters are stored on the hosts, or in files, and are read; nothing is updated."""
-
     @property
     def tier(self) -> str:  # type: ignore[override]
-        """Where parameters are stored."""
         return self.window.tier
 
     def store(

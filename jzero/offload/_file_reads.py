@@ -36,8 +36,6 @@ _PIECE = 2**25  # Bytes that one thread reads at a time, so that several read on
 
 @dataclasses.dataclass(frozen=True)
 class FileSource:
-    """A leaf whose values are in files."""
-
     leaf: LeafPlan
     sharding: NamedSharding  # in pinned memory
     slice_sharding: NamedSharding  # of a slice along dim 0
@@ -193,7 +191,6 @@ class FileReader:
         return slot.fetch()
 
     def _begin(self, reads: Sequence[Wanted], waits: bool = False) -> bool:
-        """Has all of this read, if there is room for it."""
         buffers: list[PinnedBuffer] = []
         for wanted in reads:
             buffer = self._room(wanted, self._kept, waits)
@@ -224,7 +221,6 @@ class FileReader:
             waits = False
 
     def end(self) -> None:
-        """Takes back all buffers, when all has been fetched."""
         assert not any(self._arriving.values()), "what was read is fetched"
         while self._leaving:
             self._freed(waits=True)

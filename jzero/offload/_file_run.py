@@ -82,11 +82,9 @@ class EarlyTiles:
         return sorted(mine, key=lambda at: (number[at.tile], at.file))
 
     def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
-        """The numbers of its assumptions in this step."""
         return numbers_of(self._assumptions, reads, self._engine.at)
 
     def holds(self, numbers: Numbers) -> bool:
-        """Whether all assumptions of a step hold with these numbers."""
         last = self.history
         assumed = (each for each in self._assumptions if each and last.allows(each))
         return all(each.holds(last.last, numbers) for each in assumed)
@@ -137,7 +135,6 @@ class FileRun(HostRun):
             self._stop()
 
     def _stop(self) -> None:
-        """Returns when the thread has ended."""
         self._group.end()
         self._release()
         if self._begins:  # Else others may be writing these files.
@@ -148,7 +145,6 @@ class FileRun(HostRun):
         self._step = self._store.begin()
 
     def _release(self) -> None:
-        """Frees the buffers for other runs."""
         if self._claim is not None:
             self._claim.release()
 

@@ -105,11 +105,9 @@ class FileUpdates(HostUpdates):
 
     @functools.cached_property
     def inputs(self) -> dict[Var, int]:
-        """The engine's number of each input."""
         return {var: i for i, var in enumerate(self.host.reads)}
 
     def arriving(self, bucket: EarlyBucket) -> list[Var]:
-        """The gradients that an early update starts with."""
         return [v for v in bucket.begins_with if v.aval.shape and v not in self.step.known]
 
     def takes(self, bucket: EarlyBucket) -> list[Var]:
@@ -254,7 +252,6 @@ class FileUpdates(HostUpdates):
 
     @contextlib.contextmanager
     def writes(self, store: NVMeStore, state: Sequence[Any]) -> Iterator[GradientWrites]:
-        """Writes the gradients of a step that wait in files."""
         # A signal's handler that runs a step meanwhile has buffers of its own.
         buffers, self._memory = self._memory, []
         sizes = buffer_sizes(self.update.gradients, self._policy.host_bytes)

@@ -68,7 +68,6 @@ class GradientWrites:
             self._ask([self._job(TileAt(k, tile.tile), i, part) for k, part in enumerate(parts)])
 
     def end(self) -> None:
-        """Waits until all is written."""
         self._ask([])
         self._ask([])
 
@@ -84,7 +83,6 @@ class GradientWrites:
     def _extents(
         self, file: int, value: Value, first: int, nbytes: int
     ) -> Iterator[tuple[TileAt, int, Extent]]:
-        """The extents of some bytes of a device's gradient."""
         layout = self._store.spec.gradients
         for tile, i in layout.of_leaf(self._names[value], first, first + nbytes):
             yield TileAt(file, tile), i, layout.tiles[tile][i]

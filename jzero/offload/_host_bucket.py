@@ -110,7 +110,6 @@ class HostBucket:
         return [*(leaves[i].path for i in self.leaves), *made]
 
     def input_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """One device's shard of each of `reads`, and device indices."""
         indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
         return [*map(shard_of, self.read_avals()), *indices]
 
@@ -134,7 +133,6 @@ class HostBucket:
         return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *passed)
 
     def _known(self) -> list[Var]:
-        """The arguments of `update`, but for indices."""
         return [*(self._invars[i] for i in self.leaves), *self.reads]
 
     @property

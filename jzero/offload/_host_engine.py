@@ -23,8 +23,6 @@ Slices = tuple[slice, ...]
 
 
 class _Outputs(NamedTuple):
-    """Memory for what goes to the devices."""
-
     arrays: list[jax.Array]  # in pinned memory; each device's part in its own buffer
     views: list[list[np.ndarray]]  # of each local device, that memory of each array
     sent: list[weakref.ref[jax.Array]]  # what the devices made of the last copies
@@ -129,7 +127,6 @@ class HostEngine:
         return [self._sets[-1].views[k] for k in self.at]
 
     def _send(self, done: Sequence[int]) -> dict[int, jax.Array]:
-        """Sends complete outputs to the devices; returns them by output of the step."""
         outputs = self._sets[-1]
         for i in done:
             self._complete_output(outputs, i)
@@ -154,7 +151,6 @@ class HostEngine:
 def padding_of_leaf(
     leaf: LeafPlan, mesh: Mesh, devices: Sequence[jax.Device]
 ) -> list[Slices | None]:
-    """The padding in the shard of each device."""
     sharding = NamedSharding(mesh, _stored_layout.partition_spec(leaf.layout, leaf.automatic))
     return padding_of(sharding, leaf.padded_shape, leaf.shape, devices)
 

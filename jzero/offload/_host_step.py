@@ -111,7 +111,6 @@ class HostStep(ListedStep):
         self._renewed_here = {i for part in (self.grad, *self.buckets[1:]) for i in part.outs}
 
     def _named_reads(self) -> dict[Var, Value]:
-        """The names of what the hosts read besides their leaves."""
         found = dict[Var, Value]()
         for var, aval in zip(self.host.reads, self.host.read_avals(), strict=True):
             role = self.leaves[self.leaf_of[var]].role if var in self.leaf_of else None
@@ -131,7 +130,6 @@ class HostStep(ListedStep):
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
-        """The name of each output that is on the devices."""
         return self.named_outs(self.buckets[1:]) | self.gives
 
     @functools.cached_property
@@ -153,7 +151,6 @@ class HostStep(ListedStep):
         return Run("", tuple(map(self.name, variables)), made, run), *_sent(made, copies)
 
     def _places(self, variables: Sequence[Var]) -> list[NamedSharding]:
-        """The shardings on the devices of what goes to the host."""
         avals = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         return [avals[var].sharding for var in variables]
 
@@ -321,7 +318,6 @@ class HostStep(ListedStep):
         return Execution(self._program, leaves, {**leaves, **pending.reads}, host)
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
-        """Applies the pending update of this step; the state is consumed."""
         pending, num_steps = self.updates.pending(state)
         assert pending is not None
         with self.updates.run(state, num_steps) as host:
@@ -335,8 +331,6 @@ class HostStep(ListedStep):
 
 
 class _Kept(HostSide):
-    """Keeps all that arrives, and updates nothing."""
-
     def __init__(self) -> None:
         self.arrays: list[Any] = []
 

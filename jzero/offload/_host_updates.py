@@ -61,7 +61,7 @@ class HostRun(HostSide):
         self.is_over = True
 
     def end_gradients(self) -> None:
-        """Waits until gradients are written to files."""
+        pass
 
     def take(self) -> dict[int, Any]:
         """The leaves on the hosts as the new state has them, by index, if there is no late update."""
@@ -69,8 +69,6 @@ class HostRun(HostSide):
 
 
 class HostUpdates(abc.ABC):
-    """The part of a step that the hosts' processors make."""
-
     # where they update leaves
     store: ClassVar[str]  # where they update leaves
     consumes: ClassVar[bool]  # whether new leaves on the devices take the memory of old ones
@@ -111,7 +109,6 @@ class HostUpdates(abc.ABC):
 
     @property
     def assumes(self) -> bool:
-        """Whether some of them start on an assumption."""
         return self.old_share > 0
 
     def in_tiles(self) -> Collection[Var] | None:
@@ -150,11 +147,9 @@ class HostUpdates(abc.ABC):
         step.layered.set_sends(self.goes_to, self.num_sets, begins)
 
     def takes(self, bucket: EarlyBucket) -> list[Var]:
-        """What an early update starts with."""
         return bucket.begins_with
 
     def goes_to(self, var: Var) -> str:
-        """The store that gradients are sent to."""
         return PINNED
 
     @property
@@ -190,7 +185,6 @@ class HostUpdates(abc.ABC):
         return min(int(self.old_share * renewed), sum(leaves[i].nbytes_per_device for i in kept))
 
     def needs(self) -> tuple[HostNeed, ...]:
-        """Memory of each device's host, besides data in transfer."""
         old = HostNeed("old values of updates that may be undone", HOST, self.old_bytes)
         layered = self.step.layered
         return (*(layered.buffers() if layered else ()), *[old] * (old.nbytes > 0))
@@ -205,7 +199,6 @@ class HostUpdates(abc.ABC):
         return "\n".join([code_paths_text(self.host.traced.code_paths), *early])
 
     def named(self, made: Mapping[int, Any]) -> dict[Value, Any]:
-        """Updated leaves, or what is sent to the devices, by name; `made` has it by index."""
         return {self.names[i]: x for i, x in made.items()}
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -220,7 +213,7 @@ class HostUpdates(abc.ABC):
 
     @abc.abstractmethod
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
-        """The engine of the late update."""
+        pass
 
     def engine_of(self, state: Sequence[Any]) -> HostEngine:
         if self._engine is None:

@@ -101,7 +101,6 @@ class Locals:
 
     @classmethod
     def of(cls, segment: Segment, leaves: Sequence[LeafPlan]) -> Locals:
-        """Traces the segment of a step that returns these leaves of its state."""
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         pairs = [*zip(body.jaxpr.invars, body.inputs, strict=False)]
         known = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
@@ -151,7 +150,6 @@ class LayerPrograms:
         return self.form(var).place(self._mesh, tier)
 
     def slice_sharding(self, var: Var) -> NamedSharding:
-        """The sharding on the host of a slice of a stack."""
         return self.form(var).of_slice.place(self._mesh, PINNED)
 
     def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
@@ -177,7 +175,6 @@ class LayerPrograms:
             return [jax.device_put(np.asarray(i, np.int32), place) for i in range(num)]
 
     def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> SegmentFn:
-        """The segment as one function, which runs what the parts run."""
         inner = self._inner
         known = {var: _jaxpr.constant(x) for var, x in self.known.items()}
 

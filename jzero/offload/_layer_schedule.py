@@ -49,8 +49,6 @@ STRETCH, ITERATION = "a stretch of layers", "an iteration of the loop over layer
 
 @dataclasses.dataclass
 class CutSegment:
-    """A segment in parts."""
-
     inner: Locals  # what one device computes
     parts: tuple[LayerPart, ...]
     programs: LayerPrograms
@@ -151,7 +149,6 @@ class LayerSchedule:
         yield from self._sends(part.eqn.outvars)
 
     def _enter(self, part: ScannedLayers | OuterLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
-        """Makes the first carry, in memory of its own."""
         reads = variables(part.init)
         yield Run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
 
@@ -200,7 +197,6 @@ class LayerSchedule:
         yield from self._waits(loop.made(STACK))
 
     def _stacks(self, loop: ScannedLayers) -> Iterator[Op]:
-        """Makes the stacks that iterations write slices into."""
         programs, ys = self._programs, loop.made(STACK)
         pairs = [*zip(ys, loop.renewed, strict=True)]
         new = [y for y, old in pairs if old is None]
@@ -219,7 +215,6 @@ class LayerSchedule:
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 
     def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
-        """Leaves of the iteration `ahead` of this one."""
         programs = self._programs
 
         def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
@@ -290,7 +285,6 @@ class LayerSchedule:
         return Run(ITERATION, tuple(takes), tuple(gives), call, transfers)
 
     def _leaving(self, loop: ScannedLayers) -> Iterator[Send]:
-        """Sends slices of an iteration to the host."""
         programs, mine = self._programs, loop.made(SLICES)
         if waits := [y for y in mine if y in self._cut.waiting]:
             places = tuple([programs.sharding(y, PINNED) for y in waits])
@@ -330,7 +324,6 @@ class LayerSchedule:
         yield from self._leaves([v for v in reads if v in self._cut.leaf_of], 0, ahead=False)
 
     def _back(self, reads: Sequence[Var]) -> Iterator[Fetch]:
-        """Fetches activations from the host."""
         mine = [v for v in dict.fromkeys(reads) if v in self._waiting_now]
         if mine:
             self._waiting_now.difference_update(mine)
@@ -338,7 +331,6 @@ class LayerSchedule:
             yield Fetch(self._all(mine), PINNED, places)
 
     def _waits(self, made: Sequence[Var]) -> Iterator[Send]:
-        """Sends activations to the host, if they wait there."""
         mine = [v for v in made if v in self._cut.waiting]
         if mine:
             self._waiting_now.update(mine)
@@ -346,7 +338,6 @@ class LayerSchedule:
             yield Send(self._all(mine), PINNED, places, waits=True)
 
     def _sends(self, made: Sequence[Var]) -> Iterator[Op]:
-        """Sends outputs to the host."""
         mine = [v for v in made if v in self._cut.on_host]
         for var in mine:
             if var in self._sent:
@@ -423,7 +414,6 @@ class LayerSchedule:
         return Output(self.value(atom), False) if as_wanted and index not in wanted else None
 
     def _kept(self, made: Sequence[Var]) -> tuple[Value, ...]:
-        """Of what is made, what stays on the devices."""
         gone = self._cut.on_host.keys() | self._cut.waiting
         return self._all([v for v in made if v not in gone])
 

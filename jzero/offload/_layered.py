@@ -128,7 +128,6 @@ class LayeredSegment:
                 "another runs.", things="parts", shown=6))  # fmt: skip
 
     def _file_reads(self) -> FileReads:
-        """What is read of files, and when."""
         cut = self._cut
 
         def whole(reads: Sequence[Var]) -> list[Wanted]:
@@ -189,7 +188,6 @@ class LayeredSegment:
 
     @property
     def gradients(self) -> dict[Var, Value]:
-        """Each of `sent`, as one device has it."""
         return self._cut.gradients
 
     def buffers(self) -> tuple[HostNeed, ...]:

@@ -140,7 +140,6 @@ class MemoryRun(HostRun):
         return taken
 
     def _places(self, arrived: Arrived) -> Old:
-        """The memory that an update overwrites, of each device."""
         bucket, at, _ = arrived
         memory = [self._memory[i].buffers for i in bucket.leaves]
         return [

@@ -79,7 +79,6 @@ class MemoryUpdates(HostUpdates):
         return MemoryRun(self, state, num_steps)
 
     def _compile(self, devices: Sequence[jax.Device]) -> None:
-        """Compiles early updates for shards of these devices."""
         planned, leaves = self.step.planned, self.step.leaves
         self.padding = {
             i: padding_of_leaf(leaves[i], planned.mesh, devices) for i in self.early_leaves

@@ -62,7 +62,6 @@ def offloaded(
 
 
 def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-    """Offloads parameters that are sharded and large enough."""
     whole = [i for i, leaf in enumerate(leaves)
              if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
     return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)

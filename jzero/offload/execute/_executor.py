@@ -41,15 +41,11 @@ HeldAs = Value | Wanted
 
 
 class Keys(NamedTuple):
-    """What is read when a list has run."""
-
     here: tuple[Value, ...] = ()  # on the devices
     there: tuple[Value, ...] = ()  # in stores
 
 
 class New(NamedTuple):
-    """What an update has made."""
-
     there: Mapping[Any, Any]  # in stores
     here: Mapping[Any, Any] = {}  # on its way to the devices
 
@@ -95,8 +91,6 @@ class _Group(NamedTuple):
 
 
 class _OpAt(NamedTuple):
-    """An operation in one iteration."""
-
     op: Any
     keys: tuple[HeldAs, ...]  # One of the iteration after the last is left out.
     place: int | None  # of slices, along dim 0
@@ -104,7 +98,6 @@ class _OpAt(NamedTuple):
 
     @property
     def wanted(self) -> list[Wanted]:
-        """What it moves, as files know it."""
         return [key if isinstance(key, Wanted) else Wanted(key, None) for key in self.keys]
 
     @property
@@ -113,8 +106,6 @@ class _OpAt(NamedTuple):
 
 
 class _SlotAt(NamedTuple):
-    """A group in one iteration."""
-
     fetches: tuple[_OpAt, ...]
     run: Run | None
     transfers: tuple[_OpAt, ...]  # what its program fetches and sends itself
@@ -263,7 +254,6 @@ class Execution:
     def slots(
         self, ops: Sequence[Op], loop: Loop | None = None, number: int | None = None
     ) -> Iterator[StreamSlot | None]:
-        """The slots of operations, of a loop those of one iteration, for `stream`."""
         for group in self._program.groups(ops):
             if isinstance(group, Loop):
                 yield from self._loop(group)

@@ -30,8 +30,6 @@ KERNELS_ARE_FASTER = 5
 
 
 class CodePath(NamedTuple):
-    """How an output is computed."""
-
     name: str
     # 'kernel' (a loop over elements), 'XLA' (as a whole), or 'kept' (a leaf that does not change)
     by: str
@@ -50,7 +48,6 @@ class Group(NamedTuple):
     writes: list[tuple[int, _jaxpr.Atom]]  # the index of each output, and its value
 
     def nbytes(self) -> int:
-        """What the loop moves."""
         values = [*self.reads, *(atom for _, atom in self.writes)]
         return self.size * sum(itemsize(dtype_of(x)) for x in values)
 
@@ -107,7 +104,6 @@ class CodePathFinder:
         return describe_leaf(f"{eqn.primitive.name} of", whole.shape, whole.dtype)
 
     def group(self, outputs: Sequence[int]) -> Group:
-        """What one loop does for `outputs`, all computed by a kernel."""
         outvars = self.jaxpr.outvars
         inside, leaves, scalars = self._reach([outvars[index] for index in outputs])
         return Group(
@@ -228,7 +224,6 @@ def no_kernels() -> str:
 
 
 def code_paths_text(code_paths: Sequence[CodePath]) -> str:
-    """How many leaves kernels update, and which need XLA and why."""
     by = [code_path.by for code_path in code_paths]
     lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
     if KERNEL in by and (reason := no_kernels()):

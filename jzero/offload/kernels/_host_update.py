@@ -222,7 +222,6 @@ class HostUpdate:
         return _Prepared([[*state] for state in states], inputs, results, addresses)
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
-        """Each shard's inputs, checked, ready, and in the host's memory."""
         check_given(self._input_names, inputs, self._inputs, write=False)
         return [on_host(shard) for shard in inputs]
 
@@ -315,7 +314,6 @@ class HostUpdate:
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
 
     def describe(self) -> str:
-        """How many leaves kernels update, and which need XLA and why."""
         num_kernels = len({loop.program for chunk in self._chunks for loop in chunk})
         return f"{num_kernels} kernels\n{code_paths_text(self.code_paths)}"
 

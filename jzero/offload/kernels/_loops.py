@@ -63,8 +63,6 @@ end:
 
 
 class BlockLoop(NamedTuple):
-    """A program, and all the leaves that it runs over."""
-
     # of LLVM: the address of `(operands, blocks, number of blocks, counter) -> blocks that are done`; of
     # XLA: an `XlaProgram`
     program: Any
@@ -85,7 +83,7 @@ class Calls(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, chunk: int) -> None:
-        """Returns when one chunk is done."""
+        pass
 
     @abc.abstractmethod
     def complete(self) -> None:

@@ -202,7 +202,6 @@ class TiledUpdate(HostUpdate):
         )
 
     def needs(self, tile: int) -> set[Part]:
-        """What must have arrived before a tile is updated."""
         return {part for _, part, _ in self._arrivals[tile]}
 
     def _arrivals_of(self, tile: Tile) -> Iterator[tuple[Span, Part, int]]:

@@ -17,8 +17,6 @@ GRAIN = 64
 
 
 class Together(NamedTuple):
-    """Leaves that are updated together, element by element."""
-
     leaves: tuple[int, ...]  # of the state, by index; none if what they make reads no state
     itemsizes: tuple[int, ...]  # of each
     size: int  # elements of each
@@ -45,16 +43,12 @@ class Together(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A range of elements of leaves that are updated together."""
-
     together: int  # by index
     first: int
     num: int  # of elements
 
 
 class Tile(NamedTuple):
-    """What is updated at a time."""
-
     spans: tuple[Span, ...]
     chunk: int
 

@@ -45,7 +45,6 @@ class Writer:
         return register if self.lanes == 1 else f"<{self.lanes} x {register}>"
 
     def let(self, instruction: str) -> str:
-        """Names the result of an instruction."""
         self._count += 1
         name = f"%{self._prefix}{self._count}"
         self.lines.append(f"  {name} = {instruction}")
@@ -95,12 +94,10 @@ class Writer:
         return result
 
     def select(self, chosen: str, yes: str, no: str, register: str) -> str:
-        """`yes` in the lanes where `chosen` holds."""
         many = self.many(register)
         return self.let(f"select {self.many('i1')} {chosen}, {many} {yes}, {many} {no}")
 
     def load(self, pointer: str, dtype: str) -> str:
-        """Elements from memory, as registers have them."""
         memory = self.many(TYPES[dtype].memory)
         x = self.let(f"load {memory}, ptr {pointer}, align {itemsize(dtype)}")
         if dtype == "bool":

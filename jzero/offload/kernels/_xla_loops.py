@@ -75,7 +75,6 @@ class XlaProgram:
         return tuple(jax.device_put(np.zeros(size, dtype), self._there) for dtype in written)
 
     def run(self, operands: Sequence[np.ndarray]) -> None:
-        """Updates a block, in place."""
         reads, writes = operands[: self.num_reads], operands[self.num_reads : self.num_leaves]
         count = len(writes[0])
         size = _size_for(count)

@@ -33,7 +33,6 @@ def host_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array holds PRNG keys, which NumPy has no dtype for."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -81,7 +80,6 @@ class Addresses:
 
 
 def check_kept(names: Sequence[str], state: HostMemory, new_state: HostMemory) -> None:
-    """Raises an error unless `new_state` has the shapes and dtypes of `state`, and NumPy has these."""
     found = [] if len(state) == len(new_state) else [f"{len(state)} leaves become {len(new_state)}"]
     for name, old, new in zip(names, state, new_state, strict=False):
         if is_key(old):

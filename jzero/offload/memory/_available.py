@@ -35,7 +35,6 @@ class Shortage(NamedTuple):
 
 
 def shortage(needs: Sequence[HostNeed], mesh: Mesh) -> Shortage | None:
-    """What is missing for all these needs of this process's devices, or None."""
     pinned = [need for need in needs if need.tier == PINNED]
     most, pool = sum(need.nbytes for need in needs), sum(need.nbytes for need in pinned)
     if most and (left := available()) is not None and most > left:
@@ -79,7 +78,6 @@ def left_in_pool(platform: str) -> int | None:
 
 
 def pinned_bytes(platform: str) -> int:
-    """Bytes of pinned memory in this process's arrays."""
     found: dict[int, int] = {}
     for x in jax.live_arrays(platform):
         if x.sharding.memory_kind == PINNED:

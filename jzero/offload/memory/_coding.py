@@ -67,7 +67,6 @@ def _own(rows: jax.Array, form: QuantizedForm) -> jax.Array:
 
 
 def axes_of(form: QuantizedForm, sharding: NamedSharding) -> tuple[str, ...]:
-    """The mesh axes over which rows are sharded."""
     if form.rows_dim is None or form.rows_dim >= len(sharding.spec):
         return ()
     entry = sharding.spec[form.rows_dim]

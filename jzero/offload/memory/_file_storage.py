@@ -37,7 +37,6 @@ class FileStorage(Storage):
 
     @property
     def aval(self) -> Any:
-        """Its parts, and their places in the files."""
         store = self._store
         return self.placement, None if store is None else store.spec.layouts
 
@@ -70,7 +69,6 @@ class FileStorage(Storage):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer for `read_range`."""
         return self.store.buffer_bytes(self._name)
 
     def pieces(self, file: int, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -280,8 +280,6 @@ class LeafArray(jax.Array):
 
 
 def _asked(name: str) -> Any:
-    """A method that the plain array answers."""
-
     def ask(self: LeafArray, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__jax_array__(), name)(*args, **kwargs)
 
@@ -290,7 +288,6 @@ def _asked(name: str) -> Any:
 
 
 def _read(name: str) -> property:
-    """A property that the plain array answers."""
     return property(
         lambda self: getattr(self.__jax_array__(), name), doc=f"`{name}` of the plain array."
     )

@@ -47,7 +47,6 @@ class ExtentAt(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a read of it transfers."""
         return (
             whole_pages(self.extent.nbytes)
             if self.extent.lone
@@ -65,8 +64,6 @@ class ExtentAt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoreSpec:
-    """The files of the states of one program."""
-
     path: Path
     host_bytes: int  # of all buffers together
     in_place: bool  # one version, which is overwritten
@@ -119,8 +116,6 @@ class StoreSpec:
 
 
 class NVMeStore:
-    """The files of one state."""
-
     def __init__(self, spec: StoreSpec, files: TileFiles):
         self.spec, self.files = spec, files
         weakref.finalize(self, files.close)
@@ -137,7 +132,6 @@ class NVMeStore:
         return step
 
     def buffer_bytes(self, name: str) -> int:
-        """Of the buffer that reads of a leaf go through."""
         places = self.spec.places(0, name, 0, sys.maxsize)
         return max((place.read_bytes for place in places), default=0)
 

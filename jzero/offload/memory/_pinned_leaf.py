@@ -23,8 +23,6 @@ _REFUSED = "Donation requested for buffer with external reference"
 
 
 class LeafMemory(NamedTuple):
-    """The memory of a leaf that the host updates in place."""
-
     buffers: list[np.ndarray]  # of the shards that the host updates
     replicas: list[list[np.ndarray]]  # of each shard, on other devices
 
@@ -45,7 +43,6 @@ class LeafMemory(NamedTuple):
         return cls(buffers, replicas)
 
     def complete(self, padding: Sequence[tuple[slice, ...] | None]) -> None:
-        """Zeros the padding of shards, and copies them to replicas."""
         for buffer, others, index in zip(self.buffers, self.replicas, padding, strict=True):
             if index is not None:
                 buffer[index] = 0
@@ -77,7 +74,6 @@ def pinned_zeros(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> j
 
 
 def is_pinned(x: Any) -> bool:
-    """Whether it is a JAX array in pinned memory, of which NumPy may have views."""
     return isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED
 
 

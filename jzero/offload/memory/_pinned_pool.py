@@ -23,12 +23,10 @@ class PinnedBuffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all devices of this process."""
         return sum(x.nbytes for x in self.views.values())
 
 
 def bytes_here(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
-    """Bytes of such an array in this process."""
     size = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
     return size * len(sharding.addressable_devices)
 

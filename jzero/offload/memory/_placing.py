@@ -36,13 +36,10 @@ def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
 
 
 def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
-    """Each leaf of a state as a plain array of its stored shape."""
     return [_leaf_array.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 class Place(NamedTuple):
-    """Where a leaf of a state is stored."""
-
     plan: LeafPlan
     sharding: NamedSharding  # of a leaf on the host, as it is stored on its way there
     placement: HostPlacement | None  # of a leaf on the host; None for others
@@ -363,7 +360,6 @@ def has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
-    """Refuses a state of which an earlier step has consumed some leaves."""
     dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")

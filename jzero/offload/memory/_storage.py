@@ -31,12 +31,10 @@ class HostPlacement(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all its buffers in this process."""
         size = math.prod(self.sharding.shard_shape(self.padded_shape))
         return len(self.devices) * size * self.dtype.itemsize
 
     def boxes(self) -> list[HostBox]:
-        """The part of each of `devices`."""
         found = self.sharding.addressable_devices_indices_map(self.padded_shape)
         return [_box(found[device], self.padded_shape) for device in self.devices]
 
@@ -63,7 +61,6 @@ class Storage:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The stored shape, with padding."""
         return self.placement.padded_shape
 
     @property
@@ -72,7 +69,6 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole stored leaf, each part once."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property

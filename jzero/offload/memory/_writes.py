@@ -61,7 +61,6 @@ def note(leaf: Any, write: Write | None) -> None:
 
 
 def are_known() -> bool:
-    """Whether any leaf belongs to a commit."""
     return bool(_known)
 
 
@@ -83,7 +82,6 @@ def settle(leaves: Iterable[Any]) -> None:
 
 
 def as_text(write: Write) -> str:
-    """A commit, as a checkpoint stores it."""
     return f"{write.run}-{write.step}"
 
 

@@ -20,8 +20,6 @@ _FORM = {"identity": _ANY, "tiles": _TILES, "frozen": bool, "gradients": Maybe(_
 
 
 class FileSpec(NamedTuple):
-    """What a file is to have."""
-
     layout: TileLayout
     # whose state it is, as JSON: leaves, mesh, device; a file with another one is refused
     identity: Any
@@ -30,7 +28,6 @@ class FileSpec(NamedTuple):
     gradients: TileLayout = TileLayout(())
 
     def about(self) -> bytes:
-        """All of it, as the text in the file."""
         about = {"identity": self.identity, "tiles": _as_json(self.layout), "frozen": self.frozen}
         if self.gradients.num_tiles:
             about["gradients"] = _as_json(self.gradients)

@@ -62,7 +62,6 @@ class DirectFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache."""
         return not self.why_not
 
     @functools.cached_property

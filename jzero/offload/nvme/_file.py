@@ -170,7 +170,6 @@ class TileFile:
         self.gradients.begin(starts)
 
     def _other_than(self, keep: Write | None) -> int:
-        """The slot that has not this step, or the only one."""
         kept = self.steps.get(keep, -1) if keep is not None else -1
         return 1 - kept if self._slots == 2 and kept >= 0 else 0
 
@@ -180,7 +179,6 @@ class TileFile:
         return self.frozen and bool(self.steps)
 
     def read(self, slot: int, tile: int, buffer: np.ndarray) -> None:
-        """Reads a tile into a buffer, the rest of which is left as it is."""
         at = self._places.tiles[slot][tile]
         self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
         first = self.layout.first_checksums[tile]
@@ -245,7 +243,6 @@ class TileFile:
         self.file.sync()
 
     def complete(self, step: int) -> None:
-        """Marks the slot that is written as complete, on the disk."""
         self._put(COMPLETE, self.target, step, zlib.crc32(self._tables[self.target].data))
         self.file.sync()
 

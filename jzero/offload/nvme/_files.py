@@ -27,8 +27,6 @@ _POLL_SECONDS = 0.005
 
 
 class TileAt(NamedTuple):
-    """A tile of some file."""
-
     file: int  # in the order of names as they were given
     tile: int
 
@@ -114,7 +112,6 @@ class TileFiles:
 
     @property
     def step(self) -> int | None:
-        """The committed step, which is read; None if there is none yet."""
         return None if self.committed is None else self.committed.step
 
     @property
@@ -132,12 +129,10 @@ class TileFiles:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache, in all files."""
         return all(file.file.direct for file in self._files)
 
     @property
     def memory_alignment(self) -> int:
-        """Of memory that tiles are read into, in bytes."""
         return max(file.file.memory_alignment for file in self._files)
 
     @property
@@ -153,7 +148,6 @@ class TileFiles:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the largest tile of all files, a multiple of 4096."""
         return max((layout.most_bytes for layout in self.layouts), default=0)
 
     def tiles(self) -> Iterator[TileAt]:
@@ -240,19 +234,16 @@ class TileFiles:
             ))  # fmt: skip
 
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile of the committed step into a buffer."""
         self._check()
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read(self._slots[at.file], at.tile, buffer)
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        """Reads the pages of a tile's lone extent `i`, of the committed step, into a buffer."""
         self._check()
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read_lone(self._slots[at.file], at.tile, i, buffer)
 
     def write(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Writes a tile of the step that was begun."""
         assert self._writing is not None, "write, before begin"
         assert not self._files[at.file].is_filled, "write, of a file that is frozen"
         self._files[at.file].write(at.tile, buffer)
@@ -313,7 +304,6 @@ class Pin:
         self.step, self._slots, self._pins = step, slots, pins
 
     def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile of the step into a buffer."""
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read(slot, at.tile, buffer)

@@ -61,7 +61,6 @@ class Folder(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[Any]) -> Folder:
-        """The same, as another process has sent it."""
         use, problem, writes, last, unfinished, intact, runs = value
         found = tuple(Write(*x) for x in writes)
         return cls(use, problem, found, last, unfinished, intact, tuple(runs))
@@ -88,8 +87,6 @@ class GivenWrites(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is to be done."""
-
     number: int = 0  # of the folder
     # the commit at which its files are resumed; None if new ones are made
     write: Write | None = None

@@ -79,7 +79,6 @@ class Header(NamedTuple):
 
     @property
     def write(self) -> Write:
-        """The commit that the slot has, or is to have."""
         return Write(self.step, self.run)
 
     def pack(self, page: np.ndarray) -> None:

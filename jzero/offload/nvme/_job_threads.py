@@ -83,7 +83,6 @@ class JobThreads:
         self._jobs.group.end()
 
     def start(self) -> None:
-        """Starts the threads, unless they have been started."""
         if not self._jobs.group.is_started:
             self._jobs.group.start([(self._jobs.do, buffer) for buffer in self._buffers])
 

@@ -21,8 +21,6 @@ LeafRange: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
 
 
 class Extent(NamedTuple):
-    """Part of a leaf in a tile."""
-
     leaf: str
     start: int  # first byte in the device's shard of the leaf
     nbytes: int
@@ -99,7 +97,6 @@ class TileLayout:
         return self.first_checksums[tile] + self.checked[tile].index(self.tiles[tile][i].pages)
 
     def views(self, tile: int, buffer: np.ndarray) -> list[np.ndarray]:
-        """The tile's extents in a buffer, as bytes."""
         return [buffer[x.offset : x.offset + x.nbytes] for x in self.tiles[tile]]
 
     def __contains__(self, leaf: str) -> bool:

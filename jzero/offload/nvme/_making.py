@@ -66,12 +66,10 @@ _EMPTY = bytes(4096)
 
 
 def _tiles_in(folder: Path) -> list[Path]:
-    """Whatever has a name like our files."""
     return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIX))
 
 
 def _regular_in(folder: Path) -> list[Path]:
-    """Those of them that are regular files."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     return [path for path in _tiles_in(folder) if stat.S_ISREG(path.lstat().st_mode)]
@@ -147,7 +145,6 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:
-    """Removes files that this process has made, and the folder, if nothing else is in it."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
     _remove_folder(folder)

@@ -33,16 +33,12 @@ Name = Ref | Stack
 
 @dataclasses.dataclass
 class Live:
-    """What is still read later, at one point of the list."""
-
     here: set[Name]  # on the devices
     there: set[Name]  # in stores
 
 
 @dataclasses.dataclass(frozen=True)
 class Dead:
-    """What nothing reads after an operation."""
-
     here: tuple[Ref, ...] = ()  # on the devices
     there: tuple[Ref, ...] = ()  # in stores
 

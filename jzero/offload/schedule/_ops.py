@@ -48,8 +48,6 @@ class Value:
 
 
 class Slice(NamedTuple):
-    """A slice of a stacked value, along dim 0."""
-
     of: Value  # the stack
     ahead: int = 0  # of how many iterations later it is; -1 for the iteration before
 
@@ -73,8 +71,6 @@ def value_of(ref: Ref | Wanted) -> Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fetch:
-    """Copies values from a store to the devices."""
-
     refs: tuple[Ref, ...]
     store: str  # 'pinned_host' or 'nvme'
     places: tuple[NamedSharding, ...] = ()
@@ -105,8 +101,6 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Send:
-    """Copies values from the devices to a store."""
-
     refs: tuple[Ref, ...]
     store: str  # 'pinned_host' or 'nvme'
     places: tuple[NamedSharding, ...] = ()
@@ -150,8 +144,6 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """Operations that are repeated."""
-
     body: tuple[Op, ...]
     length: int | None  # None for a `while`
     where: str  # the user's line; '' for jzero's own loops over microbatches or slices

@@ -49,8 +49,6 @@ class Schedule:
 
 
 class Row(NamedTuple):
-    """A line of the table."""
-
     op: str
     what: str
     nbytes: int | None = None  # that move on each device in an iteration; None if nothing does
