@@ -12,7 +12,6 @@ import contextlib
 import functools
 import queue
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -104,7 +103,9 @@ class FileRun(HostRun):
         self._begins = False
         self._writing = contextlib.ExitStack()
         self._writes: GradientWrites | None = None
-        self._engine = updates.engine_of(state)
+        engine = updates.engine_of(state)
+        assert isinstance(engine, TiledEngine)
+        self._engine = engine
         self._early = updates.early_tiles = updates.early_tiles or EarlyTiles(updates, self._engine)
         self._order = self._early.order()
         self._buckets = {bucket for at in self._order for bucket in self._early.buckets[at.tile]}
@@ -126,9 +127,7 @@ class FileRun(HostRun):
             self._writes = self._writing.enter_context(updates.writes(self._store, self._state))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         self._writing.__exit__(kind, error, trace)
         if kind is not None:

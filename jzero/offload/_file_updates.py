@@ -237,9 +237,6 @@ class FileUpdates(HostUpdates):
     # -- a step ----------------------------------------------------------------------------------------
 
     def run(self, state: Sequence[Any], num_steps: int = 0) -> FileRun:
-        return FileRun(self, state, self._store_of(state))
-
-    def _store_of(self, state: Sequence[Any]) -> NVMeStore:
         leaves: list[FileStorage] = [state[i] for i in self.hosted]
         stores = {id(leaf.store): leaf.store for leaf in leaves}
         if len(stores) > 1:
@@ -248,7 +245,7 @@ class FileUpdates(HostUpdates):
                 "The files of a state go from step to step together.",
                 "Use the state that one step has returned, or shard all of it, as NumPy arrays."
             ))  # fmt: skip
-        return next(iter(stores.values()))
+        return FileRun(self, state, next(iter(stores.values())))
 
     @contextlib.contextmanager
     def writes(self, store: NVMeStore, state: Sequence[Any]) -> Iterator[GradientWrites]:
@@ -269,11 +266,6 @@ class FileUpdates(HostUpdates):
         names, gradients = self.update.gradient_names, self.step.layered.gradients
         reads = enumerate(self.host.reads)
         return {gradients[var]: names[i] for i, var in reads if i in names}
-
-    def engine_of(self, state: Sequence[Any]) -> TiledEngine:
-        engine = super().engine_of(state)
-        assert isinstance(engine, TiledEngine)
-        return engine
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> TiledEngine:
         leaves = [self.step.leaves[i] for i in self.host.leaves]

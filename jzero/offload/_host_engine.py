@@ -129,7 +129,12 @@ class HostEngine:
     def _send(self, done: Sequence[int]) -> dict[int, jax.Array]:
         outputs = self._sets[-1]
         for i in done:
-            self._complete_output(outputs, i)
+            for k in self.at:
+                if (index := self._padding_of_outs[i][k]) is not None:
+                    outputs.views[k][i][index] = 0
+            for k, like in enumerate(self._like):
+                if k != like:
+                    np.copyto(outputs.views[k][i], outputs.views[like][i])
         places = [self._places[i] for i in done]
         with jax.profiler.TraceAnnotation("jzero: send parameters"):
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
@@ -138,14 +143,6 @@ class HostEngine:
     def sent(self, arrays: Iterable[jax.Array]) -> None:
         """Notes what the devices made of a chunk, whose memory is not written again before that exists."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
-
-    def _complete_output(self, outputs: _Outputs, i: int) -> None:
-        for k in self.at:
-            if (index := self._padding_of_outs[i][k]) is not None:
-                outputs.views[k][i][index] = 0
-        for k, like in enumerate(self._like):
-            if k != like:
-                np.copyto(outputs.views[k][i], outputs.views[like][i])
 
 
 def padding_of_leaf(

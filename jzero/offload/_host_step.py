@@ -94,13 +94,10 @@ class HostStep(ListedStep):
         renewed, reads = {*self.host.outs}, self.host.reads
         self._entered = [var for var in reads if self.leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if self.leaf_of.get(var) not in renewed]
-        self.known = [
-            var for var in self._sent if var not in self.grad.gives
-        ]  # before gradients are
+        # Of what is sent, what exists before gradients do; and gradients that devices read, too.
+        self.known = [var for var in self._sent if var not in self.grad.gives]
         takes = (var for bucket in self.buckets[1:] for var in bucket.takes)
-        self.stays = [
-            var for var in takes if var in self.grad.gives
-        ]  # gradients that devices read, too
+        self.stays = [var for var in takes if var in self.grad.gives]
         self.cut(window, {*self._sent}.__contains__)
         # Names of what the hosts read besides their leaves, and (by output) of what they make for devices.
         self.reads = self._named_reads()

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -54,9 +53,7 @@ class HostRun(HostSide):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Stops what is running, if the step has failed."""
         self.is_over = True
 
@@ -87,10 +84,9 @@ class HostUpdates(abc.ABC):
         offloaded = dict.fromkeys([*self.hosted, *self.streamed])
         self.leaves = dict(zip(offloaded, step.named_leaves(offloaded), strict=True))
         self.names = {**self.leaves, **step.gives}
-        self.early = EarlyPlan((), {})  # what starts while layers compute
-        self.late: HostBucket | None = (
-            self.host
-        )  # what starts with all gradients; None if nothing is left
+        # What starts while layers compute; and with all gradients, None if nothing is left.
+        self.early = EarlyPlan((), {})
+        self.late: HostBucket | None = self.host
         self._engine: HostEngine | None = None
         self._leaving: dict[tuple[int, ...], Any] = {}
         if step.layered is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -59,9 +58,7 @@ class MemoryRun(HostRun):
         self._history, self._old = updates.history, updates.old
         updates.old = {}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if kind is None:
             self._updates.has_run = True

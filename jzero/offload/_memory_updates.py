@@ -35,11 +35,10 @@ class MemoryUpdates(HostUpdates):
     second step on, when all programs are compiled. See `plan_early`.
     """
 
-    devices: Sequence[
-        jax.Device
-    ]  # whose shards are updated early; other local devices are their replicas
+    # Whose shards are updated early; other local devices are their replicas.
+    devices: Sequence[jax.Device]
     at: Sequence[int]  # their places among the process's devices
-    padding: Mapping[int, Sequence[Any]]  # of each early leaf: in the shard of each of `devices`
+    padding: Mapping[int, Sequence[Any]]  # of each early leaf, in each of these shards
 
     store, consumes = HOST, True
 

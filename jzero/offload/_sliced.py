@@ -85,9 +85,8 @@ class SlicedBucket:
         self._back = [i for i in subgraph.outs if invars[i] in offloaded]
         self._renewed = [i for i in subgraph.outs if invars[i] not in offloaded]
         fetched = [var for var in subgraph.reads if var in offloaded]
-        self._own = [
-            var for var in fetched if var in self._vars(self._back)
-        ]  # renewed in their place
+        # Updated in place, or only read.
+        self._own = [var for var in fetched if var in self._vars(self._back)]
         self._others = [var for var in fetched if var not in self._own]
         rest = [
             v for v in subgraph.reads if v not in offloaded and v not in self._vars(self._renewed)

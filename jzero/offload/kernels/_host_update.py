@@ -178,7 +178,7 @@ class HostUpdate:
         `StateError` for other shapes or dtypes than traced, for shared memory, and while an update runs.
         """
         self._check_idle()
-        self._prepared = self._known(states, self._addresses_of(states), inputs)
+        self._prepared = self._known(states, inputs)
 
     def place(self, leaf: int, shards: HostMemory) -> None:
         """After `prepare`: says where a leaf is from now on; its values are what they were."""
@@ -195,16 +195,18 @@ class HostUpdate:
             self._calls.complete()
         self._calls = self._prepared = None
 
-    def _addresses_of(self, states: Sequence[HostMemory]) -> np.ndarray:
-        every = [x for state in states for x in state]
-        at = self._known_state(
-            every, lambda: check_given(self._names, states, self._state, write=True)
-        )
-        return at.reshape(len(states), len(self._state))
-
     def _known(
-        self, states: Sequence[HostMemory], at: np.ndarray, inputs: Sequence[HostMemory]
+        self,
+        states: Sequence[HostMemory],
+        inputs: Sequence[HostMemory],
+        at: np.ndarray | None = None,
     ) -> _Prepared:
+        """A call of this state, each leaf of which starts at the address `at`."""
+        if at is None:
+            at = self._known_state(
+                [x for state in states for x in state],
+                lambda: check_given(self._names, states, self._state, write=True),
+            ).reshape(len(states), len(self._state))
         inputs = self._ready(inputs)
         self._loops_of(len(states))  # XLA compiles here.
         results = self._xla(
@@ -236,9 +238,9 @@ class HostUpdate:
         Any number of them, of different memory, may run at a time, also beside `run`. Arguments and errors
         are those of `prepare` and `run`; the outputs exist when the update is finished.
         """
-        prepared = self._known(states, self._addresses_of(states), inputs)
+        prepared = self._known(states, inputs)
         if self.outputs:
-            self._place(outputs, prepared)
+            self._with_outputs(prepared, outputs)
         loops = self._loops_of(len(states))
         calls = loops.start(prepared.addresses, (prepared, outputs), self._helpers)
         asked = calls.share(self._threads, alone=True)
@@ -259,17 +261,12 @@ class HostUpdate:
         shard. Nothing happens before the first is requested; from then on the whole update is made, even if
         the caller stops. Raises a `StateError` for other shapes or dtypes, and has then updated nothing.
         """
-        prepared = self._with_outputs(outputs)
+        prepared = self._with_outputs(self._prepared, outputs)
         self._prepared = None
         return self._run(prepared, outputs)
 
-    def _with_outputs(self, outputs: Sequence[HostMemory]) -> _Prepared:
-        prepared = self._prepared
+    def _with_outputs(self, prepared: _Prepared | None, outputs: Sequence[HostMemory]) -> _Prepared:
         assert prepared is not None, "prepare() comes first"
-        self._place(outputs, prepared)
-        return prepared
-
-    def _place(self, outputs: Sequence[HostMemory], prepared: _Prepared) -> None:
         names = self._names[len(self._state) :]
         at = self._known_outputs(
             [x for shard in outputs for x in shard],
@@ -277,6 +274,7 @@ class HostUpdate:
         )
         first = self._num_operands + self._num_made
         prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
+        return prepared
 
     def _copy_xla_outputs(self, prepared: _Prepared, outputs: Sequence[HostMemory]) -> list[int]:
         _copy(prepared.results, outputs, self._xla_outputs)

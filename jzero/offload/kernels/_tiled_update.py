@@ -121,11 +121,11 @@ class TiledUpdate(HostUpdate):
         for i in {*self._resident} & {*self._xla.reads} if not states else ():
             for state in whole:  # Nothing uses XLA's results then.
                 state[i] = np.zeros(self._state[i].shape, self._state[i].dtype)
-        self._prepared = self._known(whole, at, inputs)
+        self._prepared = self._known(whole, inputs, at)
 
     def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
         """Sets the memory of outputs, for each shard; returns those that XLA has made, which are complete."""
-        prepared, self._to = self._with_outputs(outputs), outputs
+        prepared, self._to = self._with_outputs(self._prepared, outputs), outputs
         return self._copy_xla_outputs(prepared, outputs)
 
     def update_tile(
@@ -145,7 +145,12 @@ class TiledUpdate(HostUpdate):
                 # Where the leaf's first element would be: kernels count from there.
                 start = address(memory) + extent.offset
                 at[rows[span], leaf] = start - span.first * itemsize
-            self._place_gradients(at, tile, address(memory) + self.layout.nbytes[tile])
+            if self.gradients.num_tiles:
+                behind = address(memory) + self.layout.nbytes[tile]
+                pairs = zip(self._gradient_ranges[tile], self.gradients.tiles[tile], strict=True)
+                for (span, i, itemsize), extent in pairs:
+                    start = behind + extent.offset
+                    at[rows[span], len(self._state) + i] = start - span.first * itemsize
             for span, part, before in self._arrivals[tile]:
                 start = address(arrived[part][shard]) - before
                 at[rows[span], len(self._state) + part.input] = start
@@ -170,15 +175,6 @@ class TiledUpdate(HostUpdate):
         zeros = {i: np.zeros(self._inputs[i].shape, self._inputs[i].dtype) for i in missing}
         found = [zeros | dict(zip(here, on_host(shard), strict=True)) for shard in shards]
         return [[shard.get(i) for i in range(num)] for shard in found]
-
-    def _place_gradients(self, at: np.ndarray, tile: int, memory: int) -> None:
-        if not self.gradients.num_tiles:
-            return
-        extents, rows = self.gradients.tiles[tile], self._rows[tile]
-        pairs = zip(self._gradient_ranges[tile], extents, strict=True)
-        for (span, i, itemsize), extent in pairs:
-            start = memory + extent.offset
-            at[rows[span], len(self._state) + i] = start - span.first * itemsize
 
     def leaves(self, tile: int) -> set[int]:
         """The indices of leaves of which a tile updates elements, residents among them."""

@@ -7,7 +7,6 @@ import weakref
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -153,9 +152,7 @@ class Filling:
         BUFFERS.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if error is None:
                 with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": ["complete"]}):

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jzero._json import Malformed
 from jzero.offload.nvme import _header
 from jzero.offload.nvme._header import COMPLETE, WRITING, Header, Write
 
@@ -117,7 +118,10 @@ _HALF = "has a damaged header"
 
 
 def _unpacked(page: bytes) -> Header | int | None:
-    return _header.unpack(np.frombuffer(page, np.uint8))
+    try:
+        return _header.checked(np.frombuffer(page, np.uint8))
+    except Malformed:
+        return None
 
 
 def _problem(pages: Sequence[Header | int | None]) -> str:

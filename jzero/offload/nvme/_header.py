@@ -89,16 +89,8 @@ class Header(NamedTuple):
         page[: len(raw)] = np.frombuffer(raw, np.uint8)
 
 
-def unpack(page: np.ndarray) -> Header | int | None:
-    """What a page says; the version that another version of jzero wrote; None if it is not intact."""
-    try:
-        return checked(page)
-    except Malformed:
-        return None
-
-
 def checked(page: np.ndarray) -> Header | int | None:
-    """Like `unpack`, for a page that is not torn or rotten.
+    """What a page says; the version that another version of jzero wrote; None if it is torn or rotten.
 
     Raises `Malformed` if its checksum is right, and no run of jzero can have written what it says.
     """

@@ -7,8 +7,7 @@ import contextlib
 import queue
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -76,9 +75,7 @@ class JobThreads:
             self._jobs.group.end()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._dropped.detach()
         self._jobs.group.end()
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import queue
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -80,9 +78,7 @@ class sweep(Generic[At]):
             self._work.end()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         # Not for one that ends: an interrupt while the garbage collector runs would be lost.
         self._dropped.detach()
         self._work.end(finish=error is None)
@@ -114,12 +110,10 @@ class sweep(Generic[At]):
     def done(self, visit: TileVisit[At]) -> None:
         """Lets a tile's buffer go: to be written, if there is something to write to."""
         self._held -= 1
-        self._work.visited(visit)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """How long threads were reading and writing, summed over all of them."""
-        return {name: sum(found) for name, found in self._work.seconds.items()}
+        if self._work.write is None:
+            self._work.free.put(visit.buffer)
+        else:
+            self._work.dirty.put(visit)
 
 
 class _Sweeping(Generic[At]):
@@ -129,14 +123,13 @@ class _Sweeping(Generic[At]):
         self, order: list[At], ring: TileRing, read: Move[At] | None, write: Move[At] | None
     ) -> None:
         self.order, self.ring = order, ring
-        self._read, self._write = read, write
+        self._read, self.write = read, write
         self.ready: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        self._dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self.dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
         self._count = itertools.count()
         self._num = 0  # threads that read, and that write
         self.group = ThreadGroup(self._wake)
-        self.seconds: dict[str, list[float]] = {"reading": [], "writing": []}
 
     def start(self, threads: int) -> None:
         """Starts the threads, after those of a sweep that was dropped have ended."""
@@ -144,17 +137,11 @@ class _Sweeping(Generic[At]):
             self.ring.owner.end()
         self.ring.owner = self
         for buffer in self.ring.buffers:
-            self._free.put(buffer)
+            self.free.put(buffer)
         self._num = threads
         self.group.start(
-            [(self._reader,)] * threads + [(self._writer,)] * (threads * bool(self._write))
+            [(self._reader,)] * threads + [(self._writer,)] * (threads * bool(self.write))
         )
-
-    def visited(self, visit: TileVisit[At]) -> None:
-        if self._write is None:
-            self._free.put(visit.buffer)
-        else:
-            self._dirty.put(visit)
 
     def check(self) -> None:
         if self.group.errors:
@@ -171,30 +158,25 @@ class _Sweeping(Generic[At]):
     def _say_last(self) -> None:
         """Has each thread end when it has done what is before it."""
         for _ in range(2 * self._num):
-            self._free.put(None)
-            self._dirty.put(None)
+            self.free.put(None)
+            self.dirty.put(None)
 
     def _wake(self) -> None:
         self._say_last()
         self.ready.put(None)
 
     def _reader(self) -> None:
-        while (buffer := self._free.get()) is not None and not self.group.stopped:
+        while (buffer := self.free.get()) is not None and not self.group.stopped:
             number = next(self._count)
             if number >= len(self.order):
                 break
             visit = TileVisit(number, self.order[number], buffer)
             if self._read is not None:
-                self._timed("reading", self._read, visit)
+                self._read(visit.at, visit.buffer)
             self.ready.put(visit)
 
     def _writer(self) -> None:
-        assert self._write is not None
-        while (visit := self._dirty.get()) is not None and not self.group.stopped:
-            self._timed("writing", self._write, visit)
-            self._free.put(visit.buffer)
-
-    def _timed(self, name: str, move: Move[At], visit: TileVisit[At]) -> None:
-        start = time.perf_counter()
-        move(visit.at, visit.buffer)
-        self.seconds[name].append(time.perf_counter() - start)
+        assert self.write is not None
+        while (visit := self.dirty.get()) is not None and not self.group.stopped:
+            self.write(visit.at, visit.buffer)
+            self.free.put(visit.buffer)
