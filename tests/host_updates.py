@@ -44,10 +44,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], dict[str, 
             super().prepare(state, reads)
 
         def run(self) -> Any:
-            for chunk in super().run():
-                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
-                count(up, chunk.values())
-                yield chunk
+            for portion in super().run():
+                assert {x.sharding.memory_kind for x in portion.values()} == {"device"}
+                count(up, portion.values())
+                yield portion
 
     monkeypatch.setattr(_memory_updates, "HostEngine", Watched)
     return down, up

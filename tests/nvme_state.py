@@ -16,8 +16,8 @@ from faults._library import armed
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.nvme._sweep import sweep
+from jzero.offload.nvme._tile_layout import PAGE, TileLayout
 
 NUM_TILES, PART = (
     5,

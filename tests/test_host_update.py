@@ -301,8 +301,8 @@ def test_shards_are_updated_together():
             assert max(ulps(*pair) for pair in zip([*state, *out], want, strict=True)) <= 4
 
 
-def many_leaves(chunk_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], list[jax.Array]]:
-    """An update of 12 leaves in chunks, the first of which has no output."""
+def many_leaves(portion_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], list[jax.Array]]:
+    """An update of 12 leaves in portions, the first of which has no output."""
     shapes = [(BLOCK + 1,)] * 12
     update, state = adamw([host(*shape) for shape in shapes])
     nbytes = (BLOCK + 1) * (7 * 4 + 2 + 2)
@@ -312,15 +312,15 @@ def many_leaves(chunk_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], li
         return state, outputs[1:]
 
     grads = bfloat16(shapes)
-    chunk_bytes = chunk_leaves * nbytes
-    engine = HostUpdate(without_first, state, grads, threads=2, chunk_bytes=chunk_bytes)
+    portion_bytes = portion_leaves * nbytes
+    engine = HostUpdate(without_first, state, grads, threads=2, portion_bytes=portion_bytes)
     return engine, state, grads
 
 
 @pytest.mark.slow
-def test_chunks_say_which_outputs_are_there():
+def test_portions_say_which_outputs_are_there():
     engine, state, grads = many_leaves()
-    whole, expected, _ = many_leaves(chunk_leaves=12)
+    whole, expected, _ = many_leaves(portion_leaves=12)
     copies = whole.make_outputs()
     call(whole, expected, grads, copies)
     outputs, seen = engine.make_outputs(), []

@@ -11,7 +11,7 @@ import zlib
 import pytest
 
 import jzero
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._tile_layout import PAGE
 from nvme_state import SPECS, check, made, reopen
 from test_hostile_files import Timed, mutated
 

@@ -28,8 +28,8 @@ from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import headers
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._layout import Extent, LeafRange, TileLayout
 from jzero.offload.nvme._sweep import sweep
+from jzero.offload.nvme._tile_layout import Extent, LeafRange, TileLayout
 from nvme_state import (
     SPECS,
     check,

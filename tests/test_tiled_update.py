@@ -70,7 +70,7 @@ def test_tiles_make_what_the_whole_update_makes(tile_bytes: int, threads: int):
     whole = HostUpdate(update, state, inputs)
     expected, outputs = [on_host(x) for x in state], whole.make_outputs()
     engine = TiledUpdate(
-        update, state, inputs, tile_bytes=tile_bytes, threads=threads, chunk_bytes=2**18
+        update, state, inputs, tile_bytes=tile_bytes, threads=threads, portion_bytes=2**18
     )
     states = [state, [on_host(x) for x in state]]
     outs = [engine.make_outputs(), engine.make_outputs()]
@@ -121,7 +121,7 @@ def test_what_is_kept_and_what_reads_no_state():
     def update(state: Any, inputs: Any) -> tuple[Any, Any]:
         return [2 * state[0], state[1]], [3 * inputs[0]]
 
-    engine = TiledUpdate(update, state, [grad], tile_bytes=2**20, chunk_bytes=1)
+    engine = TiledUpdate(update, state, [grad], tile_bytes=2**20, portion_bytes=1)
     outs = engine.make_outputs()
     expected = 2 * state[0]
     by_tiles(engine, [state], [[grad]], [outs])
@@ -179,7 +179,7 @@ def test_residents_are_updated_where_they_are():
         np.testing.assert_array_equal(a, b)
 
 
-def test_tiles_are_cut_at_whole_lines_and_never_across_chunks():
+def test_tiles_are_cut_at_whole_lines_and_never_across_portions():
     found = [
         Together((0, 1), (4, 2), 1000, 0),
         Together((2,), (1,), 1, 0),
@@ -195,7 +195,7 @@ def test_tiles_are_cut_at_whole_lines_and_never_across_chunks():
         assert sum(s.num for s in spans) == each.size
         assert all(s.first % GRAIN == 0 for s in spans)
     for tile in tiles:
-        assert {found[s.together].chunk for s in tile.spans} == {tile.chunk}
+        assert {found[s.together].portion for s in tile.spans} == {tile.portion}
         assert sum(found[s.together].nbytes(s.num) for s in tile.spans) <= 2048
     # The least there can be, whoever asks for less.
     assert max(s.num for tile in _tiles.cut(found, 1) for s in tile.spans) == 5000
@@ -237,7 +237,7 @@ def test_lone_parameters_are_updated_in_their_tiles(tile_bytes: int):
     expected = [on_host(x) for x in state]
     call(HostUpdate(update, state, grads), expected, grads)
     engine = TiledUpdate(
-        update, state, grads, tile_bytes=tile_bytes, lone=SLICES, chunk_bytes=2**14
+        update, state, grads, tile_bytes=tile_bytes, lone=SLICES, portion_bytes=2**14
     )
     by_tiles(engine, [state], [grads], [[]])
     for a, b in zip(expected, state, strict=True):

@@ -40,8 +40,8 @@ from jzero.offload.nvme import _direct
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
-from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.nvme._sweep import sweep
+from jzero.offload.nvme._tile_layout import TileLayout
 
 WHO = "disk.py"
 TX = optax.adamw(1e-3)

@@ -17,7 +17,7 @@ from jzero.offload import _file_updates, _tiers
 from jzero.offload._backends import InTier, OnDevices, check_params
 from jzero.offload._device_step import DeviceStep
 from jzero.offload.memory._nvme_store import StoreSpec
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._tile_layout import TileLayout
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame

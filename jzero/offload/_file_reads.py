@@ -24,7 +24,7 @@ from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._tile_layout import PAGE
 from jzero.offload.schedule._ops import Value, Wanted
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call

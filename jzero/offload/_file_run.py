@@ -245,10 +245,10 @@ class FileRun(HostRun):
 
     def _update_early(self) -> None:
         ring, files, update = self._store.spec.ring, self._store.files, self._engine.update
-        with sweep(self._order, ring, files.read, files.write) as visits:
-            for visit in visits:
-                self._before(visit.at)
-                update.update_tile(visit.at.file, visit.at.tile, visit.buffer, self._arrived)
+        with sweep(self._order, ring, files.read, files.write) as loaded_tiles:
+            for loaded in loaded_tiles:
+                self._before(loaded.at)
+                update.update_tile(loaded.at.file, loaded.at.tile, loaded.buffer, self._arrived)
 
     def _before(self, at: TileAt) -> None:
         """Waits for the inputs of a tile, and keeps old values of residents that it overwrites."""

@@ -33,7 +33,7 @@ from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
-from jzero.offload.nvme._layout import PAGE, TileLayout
+from jzero.offload.nvme._tile_layout import PAGE, TileLayout
 from jzero.offload.schedule._ops import Value
 from jzero.segments._segment import Var
 from jzero.sharding.plan import _stored_layout

@@ -17,7 +17,7 @@ from jzero.offload.memory._nvme_store import NVMeStore
 from jzero.offload.memory._pinned_leaf import is_pinned, view
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
-from jzero.offload.nvme._layout import Extent, TileLayout, whole_pages
+from jzero.offload.nvme._tile_layout import Extent, TileLayout, whole_pages
 from jzero.offload.schedule._ops import Value, Wanted
 
 # The parts of a step whose gradients are in memory at a time: two that are written, one that runs, and two

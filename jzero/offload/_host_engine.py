@@ -62,9 +62,9 @@ class HostEngine:
         self._padding_of_leaves = [padding_of_leaf(x, bucket.mesh, devices) for x in leaves]
 
     @property
-    def chunks(self) -> list[list[int]]:
+    def portions(self) -> list[list[int]]:
         """What `run` yields, each time, by output."""
-        return [[self._bucket.outs[i] for i in done] for done in self.update.chunks]
+        return [[self._bucket.outs[i] for i in done] for done in self.update.portions]
 
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [pinned_zeros(aval.shape, aval.dtype, aval.sharding) for aval in avals]
@@ -113,7 +113,7 @@ class HostEngine:
         ]
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
-        """Updates in place; yields what a chunk makes for the devices, by output, in transfer."""
+        """Updates in place; yields what a portion makes for the devices, by output, in transfer."""
         leaves, self._leaves = self._leaves, {}  # The state may be dropped after this.
         for done in self.update.run(self._memory_of_outputs()):
             yield self._send(done)
@@ -141,7 +141,7 @@ class HostEngine:
         return {self._bucket.outs[i]: x for i, x in zip(done, sent, strict=True)}
 
     def sent(self, arrays: Iterable[jax.Array]) -> None:
-        """Notes what the devices made of a chunk, whose memory is not written again before that exists."""
+        """Notes what the devices made of a portion, whose memory is not written again before that exists."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
 

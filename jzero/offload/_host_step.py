@@ -73,9 +73,9 @@ class HostStep(ListedStep):
     """A step in two parts: gradients on the devices, their update on the host.
 
         gradients = forward_backward(parameters, batch)  # each is sent to the host when it is reduced
-        for chunk in chunks:                            # in place, on the host; or tile by tile, of files
+        for portion in portions:                        # in place, on the host; of files, tile by tile
             moments, parameters = update(moments, gradients)
-            send parameters to the devices              # while the next chunk is updated
+            send parameters to the devices              # while the next portion is updated
         commit                                          # of files: now the new state counts
 
     A delayed step updates with the gradients of the step before, which the host has, while the devices
@@ -217,7 +217,7 @@ class HostStep(ListedStep):
         return self.updates.code_paths()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; without what the host sends back, a chunk at a time."""
+        """See `StepProgram`; without what the host sends back, a portion at a time."""
 
         def on_devices(state: Sequence[Any], arrays: Sequence[Any]) -> Any:
             # Until the first backward pass is over no update begins, and all gradients stay.

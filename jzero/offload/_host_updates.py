@@ -214,41 +214,41 @@ class HostUpdates(abc.ABC):
     def engine_of(self, state: Sequence[Any]) -> HostEngine:
         if self._engine is None:
             engine = self._new_engine(state[self.hosted[0]].placement.devices)
-            self._compile_leaving(state, engine.chunks)
+            self._compile_leaving(state, engine.portions)
             self._engine = engine
         return self._engine
 
-    def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
-        """Compiles the programs that convert what chunks make to its stored layout, if that differs."""
+    def _compile_leaving(self, state: Sequence[Any], portions: Sequence[Sequence[int]]) -> None:
+        """Compiles the programs that convert what portions make to its stored layout, if that differs."""
         step, sent = self.step, dict(zip(self.host.outs, self.host.out_avals(), strict=True))
-        for chunk in chunks:
-            outs = tuple(i for i in chunk if i < len(state))
+        for portion in portions:
+            outs = tuple(i for i in portion if i < len(state))
             if (leave := _conversions.leaving(step.planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
                 places = [step.shardings[i] for i in outs]
                 run = jax.jit(leave, donate_argnums=(0,) * self.consumes, out_shardings=places)
                 self._leaving[outs] = run.lower(*arguments).compile()
 
-    def stored(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    def stored(self, state: Sequence[Any], portion: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """What the host made in its stored layout, in or beside the memory of the old leaves."""
-        outs = tuple(i for i in chunk if i < len(state))
+        outs = tuple(i for i in portion if i < len(state))
         olds = [state[i] for i in outs]
         if (leave := self._leaving.get(outs)) is not None:
-            return chunk | dict(zip(outs, leave(olds, [chunk[i] for i in outs]), strict=True))
+            return portion | dict(zip(outs, leave(olds, [portion[i] for i in outs]), strict=True))
         if self.consumes:
             for old in olds:
                 old.delete()
-        return chunk
+        return portion
 
     def sent(
         self, state: Sequence[Any], run: Callable[[], Iterable[dict[int, jax.Array]]]
     ) -> dict[Value, jax.Array]:
-        """What an update makes for the devices, in its stored layout, sent as soon as a chunk is done."""
+        """What an update makes for the devices, in its stored layout, sent as soon as a portion is done."""
         made = dict[int, jax.Array]()
         # The generator has no name: it ends with this loop, even where an exception's frames are kept.
-        for chunk in run():
-            stored = self.stored(state, chunk)
-            # Not the chunk, which a program that has not run yet may donate.
+        for portion in run():
+            stored = self.stored(state, portion)
+            # Not the portion, which a program that has not run yet may donate.
             self.engine_of(state).sent(stored.values())
             made |= stored
         return self.named(made)

@@ -31,12 +31,12 @@ class TiledEngine(HostEngine):
     ):  # fmt: skip
         super().__init__(bucket, leaves, devices, update)
         num = update.layout.num_tiles
-        # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
+        # Portion by portion, and in a portion the shards of all devices go ahead side by side.
         self.tiles = sorted(
             (TileAt(k, tile) for k in range(len(devices)) for tile in range(num)),
-            key=lambda at: (update.tiles[at.tile].chunk, at.tile, at.file),
+            key=lambda at: (update.tiles[at.tile].portion, at.tile, at.file),
         )
-        self._left = collections.Counter(tile.chunk for tile in update.tiles for _ in devices)
+        self._left = collections.Counter(tile.portion for tile in update.tiles for _ in devices)
 
     def prepare_early(
         self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
@@ -60,32 +60,32 @@ class TiledEngine(HostEngine):
     def run_tiles(
         self, store: NVMeStore, arrived: Arrived = NOTHING, done: Collection[TileAt] = ()
     ) -> Iterator[dict[int, jax.Array]]:
-        """Reads, updates and writes tiles; yields what a chunk makes for the devices, in transfer.
+        """Reads, updates and writes tiles; yields what a portion makes for the devices, in transfer.
 
         `arrived` has inputs that came by themselves; `done` are tiles that are written already. Raises a
         `StateError` if the disk fails: what was written is then of no use.
         """
         update, left = self.update, self._left.copy()
-        left.subtract(update.tiles[at.tile].chunk for at in done)
+        left.subtract(update.tiles[at.tile].portion for at in done)
         yield self._send(update.begin(self._memory_of_outputs()))
         # What reads no state is made first.
         for tile in range(update.layout.num_tiles, len(update.tiles)):
             for k in range(len(self.devices)):
                 update.update_tile(k, tile)
-                left[update.tiles[tile].chunk] -= 1
-        for chunk in [chunk for chunk, num in left.items() if not num]:
-            yield self._send(update.done[chunk])
+                left[update.tiles[tile].portion] -= 1
+        for portion in [portion for portion, num in left.items() if not num]:
+            yield self._send(update.done[portion])
         order = [at for at in self.tiles if at not in done]
         files, ring = store.files, store.spec.ring
         claim = ring.claim()
         try:
-            with sweep(order, ring, files.read_with_gradients, files.write) as visits:
-                for visit in visits:
-                    update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
-                    chunk = update.tiles[visit.at.tile].chunk
-                    left[chunk] -= 1
-                    if not left[chunk]:
-                        yield self._send(update.done[chunk])
+            with sweep(order, ring, files.read_with_gradients, files.write) as loaded_tiles:
+                for loaded in loaded_tiles:
+                    update.update_tile(loaded.at.file, loaded.at.tile, loaded.buffer, arrived)
+                    portion = update.tiles[loaded.at.tile].portion
+                    left[portion] -= 1
+                    if not left[portion]:
+                        yield self._send(update.done[portion])
         finally:
             claim.release()
         update.end()

@@ -58,7 +58,11 @@ def test_bytes_in_use_at_rest(tier: str):
         ("device", 14 + 2, 2**27),  # and gradients; the new state is made in the old one's place
         # Parameters and gradients; leaves in turns, and as much for the temporaries of their updates.
         ("pinned_host", 2 + 2, 2 * DEVICE_BYTES),
-        ("host", 2 + 2, DEVICE_BYTES),  # a chunk of new parameters is there before the old ones go
+        (
+            "host",
+            2 + 2,
+            DEVICE_BYTES,
+        ),  # a portion of new parameters is there before the old ones go
         (
             "delayed",
             2 + 2 + 2,

@@ -85,14 +85,14 @@ class HostUpdate:
         *,
         names: Sequence[str] | None = None,
         threads: int | None = None,
-        chunk_bytes: int = 2**26,
+        portion_bytes: int = 2**26,
         helpers: JobThreads | None = None,
         by: type[BlockLoops] | None = None,
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
         `update` may be traced already; then `state`, `inputs` (shapes and dtypes of one shard's) and `names`
-        (of the leaves of the state, then of outputs) are not needed. About `chunk_bytes` of each shard are
+        (of the leaves of the state, then of outputs) are not needed. About `portion_bytes` of each shard are
         read and written until `run` reports outputs; leaves that are updated in one loop are not cut. `by`
         compiles the loops: LLVM by default, or XLA where that is not installed. Raises a `StateError` if a
         leaf cannot be updated in place.
@@ -106,7 +106,7 @@ class HostUpdate:
         self.code_paths = update.code_paths
         self._consts = on_host(update.consts)
         self._by: type[BlockLoops] = by or (XlaLoops if _machine.llvm() is None else KernelLoops)
-        self._build(chunk_bytes)
+        self._build(portion_bytes)
         self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
         self._loops: dict[int, BlockLoops] = {}  # By the number of shards.
@@ -115,13 +115,13 @@ class HostUpdate:
         self._running = False
         self._calls: Calls | None = None  # of an update that is not complete
 
-    def _build(self, chunk_bytes: int) -> None:
+    def _build(self, portion_bytes: int) -> None:
         flat, num_state = self._traced.flat, len(self._state)
         # Groups without outputs come last: nothing waits for them.
         found = sorted(
             self._traced.groups, key=lambda group: all(i < num_state for i, _ in group.writes)
         )
-        chunks = list(in_groups(found, chunk_bytes, Group.nbytes))
+        portions = list(in_groups(found, portion_bytes, Group.nbytes))
         # Slots: operands of `update`, its constants, scalars that XLA makes, then outputs.
         operands = [*flat.invars, *flat.constvars]
         scalars = dict.fromkeys(var for group in found for var in group.scalars)
@@ -134,10 +134,10 @@ class HostUpdate:
         ]
         self._num_operands, self._num_made = len(operands), len(made)
         self._num_slots = len(operands) + len(made) + len(self.outputs)
-        self._chunks = [self._make_loops(chunk, slots) for chunk in chunks]
+        self._portions = [self._make_loops(portion, slots) for portion in portions]
         self._done = [
-            [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
-            for chunk in chunks
+            [i - num_state for group in portion for i, _ in group.writes if i >= num_state]
+            for portion in portions
         ]
         by_xla = [i for i, code_path in enumerate(self.code_paths) if code_path.by == XLA]
         self._xla = _XlaPart(self._traced.jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
@@ -249,7 +249,7 @@ class HostUpdate:
 
     def _loops_of(self, num_shards: int) -> BlockLoops:
         if num_shards not in self._loops:
-            loops = self._by(self._chunks, num_shards, self._num_slots)
+            loops = self._by(self._portions, num_shards, self._num_slots)
             self._loops[num_shards] = loops
         return self._loops[num_shards]
 
@@ -285,14 +285,14 @@ class HostUpdate:
     ) -> Generator[list[int], None, None]:
         loops = self._loops_of(len(prepared.states))
         self._calls = calls = loops.start(prepared.addresses, (prepared, outputs), self._helpers)
-        chunks = iter(enumerate(self._done))
+        portions = iter(enumerate(self._done))
         try:
             self._running = True
             calls.share(self._threads, alone=False)
             if made := self._copy_xla_outputs(prepared, outputs):
                 yield made
-            for chunk, done in chunks:
-                calls.finish(chunk)
+            for portion, done in portions:
+                calls.finish(portion)
                 if done:
                     yield done
         finally:
@@ -303,7 +303,7 @@ class HostUpdate:
             _copy(prepared.results, prepared.states, self._xla_state)
 
     @property
-    def chunks(self) -> list[list[int]]:
+    def portions(self) -> list[list[int]]:
         """The outputs that are complete, each time that `run` yields."""
         by_xla = [i for _, i in self._xla_outputs]
         return [done for done in (by_xla, *self._done) if done]
@@ -312,7 +312,7 @@ class HostUpdate:
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
 
     def describe(self) -> str:
-        num_kernels = len({loop.program for chunk in self._chunks for loop in chunk})
+        num_kernels = len({loop.program for portion in self._portions for loop in portion})
         return f"{num_kernels} kernels\n{code_paths_text(self.code_paths)}"
 
 

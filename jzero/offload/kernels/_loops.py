@@ -82,7 +82,7 @@ class Calls(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, chunk: int) -> None:
+    def finish(self, portion: int) -> None:
         pass
 
     @abc.abstractmethod
@@ -91,13 +91,15 @@ class Calls(abc.ABC):
 
 
 class BlockLoops(abc.ABC):
-    """Chunks of loops over the leaves of several shards, all of the same shapes.
+    """Portions of loops over the leaves of several shards, all of the same shapes.
 
     Made once; only addresses change from call to call.
     """
 
     @abc.abstractmethod
-    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int): ...
+    def __init__(
+        self, portions: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int
+    ): ...
 
     @staticmethod
     @abc.abstractmethod
@@ -117,9 +119,9 @@ class KernelLoops(BlockLoops):
     def program(text: str, dtypes: tuple[str, ...], group: Any) -> Any:
         return compiled(text, UPDATE_FUNCTION)
 
-    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
-        loops = [loop for chunk in chunks for loop in chunk]
-        self._ends = np.cumsum([0, *map(len, chunks)]).tolist()
+    def __init__(self, portions: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
+        loops = [loop for portion in portions for loop in portion]
+        self._ends = np.cumsum([0, *map(len, portions)]).tolist()
         slots = [operands_of(loop, num_shards, num_slots).reshape(-1) for loop in loops]
         self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
         self._blocks = [blocks_of(loop, num_shards, BLOCK) for loop in loops]
@@ -168,16 +170,16 @@ class KernelCalls(Calls):
         with jax.profiler.TraceAnnotation(UPDATE):
             self._drive(self._at, len(self._table))
 
-    def finish(self, chunk: int) -> None:
-        first, end = self._ends[chunk : chunk + 2]
+    def finish(self, portion: int) -> None:
+        first, end = self._ends[portion : portion + 2]
         with jax.profiler.TraceAnnotation(UPDATE):
             while self._drive(self._at + first * self._row, end - first):
                 time.sleep(0)  # Other threads run their last blocks.
         self._is_over = end == len(self._table)
 
     def complete(self) -> None:
-        for chunk in range(len(self._ends) - 1):
-            self.finish(chunk)
+        for portion in range(len(self._ends) - 1):
+            self.finish(portion)
 
 
 def operands_of(loop: BlockLoop, num_shards: int, num_slots: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._tile_layout import TileLayout
 
 
 class Part(NamedTuple):
@@ -54,7 +54,7 @@ class TiledUpdate(HostUpdate):
         tile_bytes: int,
         resident: Collection[int] = (), lone: Mapping[int, int] | None = None,
         gradients: Mapping[int, int] | None = None, arriving: Mapping[int, int] | None = None,
-        threads: int | None = None, chunk_bytes: int = 2**26,
+        threads: int | None = None, portion_bytes: int = 2**26,
     ):  # fmt: skip
         """Compiles like `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
@@ -68,16 +68,16 @@ class TiledUpdate(HostUpdate):
         self._tile_bytes, self._gradients = tile_bytes, dict(gradients or {})
         self._slices = {**self._gradients, **(arriving or {})}
         self._arriving = frozenset(arriving or ())
-        super().__init__(update, state, inputs, threads=threads, chunk_bytes=chunk_bytes)
+        super().__init__(update, state, inputs, threads=threads, portion_bytes=portion_bytes)
         self._members = [
-            # In the last chunk what makes no outputs, so that its tiles may be ordered as they are read.
-            (chunk if self._makes_outputs(slots) else len(self._chunks), loop.program, size, slots)
-            for chunk, loops in enumerate(self._chunks)
+            # In the last portion what makes no outputs, so that its tiles may be ordered as they are read.
+            (k if self._makes_outputs(slots) else len(self._portions), loop.program, size, slots)
+            for k, loops in enumerate(self._portions)
             for loop in loops
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
         ]
         self._members.sort(key=lambda member: member[0])
-        found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
+        found = [self._together(slots, size, portion) for portion, _, size, slots in self._members]
         moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
         self._frozen = [i for i in range(len(self._state)) if i not in moved]
         tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
@@ -93,7 +93,7 @@ class TiledUpdate(HostUpdate):
         self._tile_loops = [
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
         ]
-        self.done = [*self._done, []]  # by chunk, the outputs that its tiles complete
+        self.done = [*self._done, []]  # by portion, the outputs that its tiles complete
         self._to: Sequence[HostMemory] = ()
 
     @functools.cached_property
@@ -214,7 +214,7 @@ class TiledUpdate(HostUpdate):
     def end(self) -> None:
         self._prepared, self._to = None, ()
 
-    def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
+    def _together(self, slots: Sequence[int], size: int, portion: int) -> Together:
         state = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
         leaves = tuple(dict.fromkeys(state))
         itemsizes = tuple(self._state[i].dtype.itemsize for i in leaves)
@@ -225,7 +225,7 @@ class TiledUpdate(HostUpdate):
         slices = [*(self._lone[i] for i in lone), *(self._slices.get(i, 1) for i in inputs)]
         gradients = tuple((i, self._inputs[i].dtype.itemsize) for i in mine)
         return Together(
-            leaves, itemsizes, size, chunk, frozenset(lone), math.lcm(*slices), gradients
+            leaves, itemsizes, size, portion, frozenset(lone), math.lcm(*slices), gradients
         )
 
     def _makes_outputs(self, slots: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.offload.nvme._layout import LINE, PAGE, TileLayout, whole_lines, whole_pages
+from jzero.offload.nvme._tile_layout import LINE, PAGE, TileLayout, whole_lines, whole_pages
 
 # Ranges are cut at multiples of so many elements, so that every part but the last fills whole vectors.
 GRAIN = 64
@@ -20,7 +20,7 @@ class Together(NamedTuple):
     leaves: tuple[int, ...]  # of the state, by index; none if what they make reads no state
     itemsizes: tuple[int, ...]  # of each
     size: int  # elements of each
-    chunk: int  # after which their outputs are complete
+    portion: int  # after which their outputs are complete
     lone: frozenset[int] = frozenset()  # those of the leaves that are also read by themselves
     num_slices: int = 1  # equal ranges of elements, which are then cut into tiles
     # inputs that come with the leaves, by index, and their itemsizes; they have pages of their own, like
@@ -50,17 +50,17 @@ class Span(NamedTuple):
 
 class Tile(NamedTuple):
     spans: tuple[Span, ...]
-    chunk: int
+    portion: int
 
 
 def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
-    """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two chunks.
+    """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two portions.
 
     Of leaves with as many slices each, the first slices come first, and so on, as iterations of a loop read
     them. A slice may be cut into tiles; no extent has elements of two slices.
     """
     tile_bytes = max(tile_bytes, least_bytes(found))
-    for chunk, members in itertools.groupby(enumerate(found), lambda pair: pair[1].chunk):
+    for portion, members in itertools.groupby(enumerate(found), lambda pair: pair[1].portion):
         spans: list[Span] = []
         room = tile_bytes
         for index, first, num in _slices(members):
@@ -71,10 +71,10 @@ def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
                     spans.append(Span(index, first, count))
                     first, num, room = first + count, num - count, room - each.nbytes(count)
                 else:
-                    yield Tile(tuple(spans), chunk)
+                    yield Tile(tuple(spans), portion)
                     spans, room = [], tile_bytes
         if spans:
-            yield Tile(tuple(spans), chunk)
+            yield Tile(tuple(spans), portion)
 
 
 def ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:

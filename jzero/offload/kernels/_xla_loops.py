@@ -107,40 +107,40 @@ class XlaLoops(BlockLoops):
             _programs[text, dtypes] = XlaProgram(group, processor())
         return _programs[text, dtypes]
 
-    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
-        self._chunks = [
+    def __init__(self, portions: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
+        self._portions = [
             [
                 (
                     x.program,
                     operands_of(x, num_shards, num_slots),
                     blocks_of(x, num_shards, SIZES[-1]),
                 )
-                for x in chunk
+                for x in portion
             ]
-            for chunk in chunks
+            for portion in portions
         ]
-        for program, _, blocks in (loop for chunk in self._chunks for loop in chunk):
+        for program, _, blocks in (loop for portion in self._portions for loop in portion):
             for count in set(blocks[:, 2].tolist()):
                 program.compile(count)
 
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> XlaCalls:
         at = addresses.reshape(-1)
-        chunks = [
-            [(program, at[slots], blocks) for program, slots, blocks in chunk]
-            for chunk in self._chunks
+        portions = [
+            [(program, at[slots], blocks) for program, slots, blocks in portion]
+            for portion in self._portions
         ]
-        return XlaCalls(chunks, memory, pool)
+        return XlaCalls(portions, memory, pool)
 
 
 class XlaCalls(Calls):
     """Programs that another thread calls, so that no interrupt leaves a block half copied."""
 
     def __init__(
-        self, chunks: Sequence[Sequence[tuple[XlaProgram, np.ndarray, np.ndarray]]], memory: Any,
+        self, portions: Sequence[Sequence[tuple[XlaProgram, np.ndarray, np.ndarray]]], memory: Any,
         pool: JobThreads,
     ):  # fmt: skip
-        self._chunks, self._memory, self._pool = chunks, memory, pool
-        self._done = [Asked(1) for _ in chunks]
+        self._portions, self._memory, self._pool = portions, memory, pool
+        self._done = [Asked(1) for _ in portions]
         self._todo = [None]  # taken by the thread that does it
 
     def share(self, threads: int, alone: bool) -> Asked:
@@ -148,15 +148,15 @@ class XlaCalls(Calls):
         self._pool.start()
         return self._pool.ask([lambda _: self._run()])
 
-    def finish(self, chunk: int) -> None:
-        self._pool.wait(self._done[chunk])
+    def finish(self, portion: int) -> None:
+        self._pool.wait(self._done[portion])
 
     def complete(self) -> None:
         """Starts the programs, if nothing has, and waits for all."""
         if not all(done.is_done for done in self._done):
             self._pool.wait(self.share(1, alone=True))
-        for chunk in range(len(self._chunks)):
-            self.finish(chunk)
+        for portion in range(len(self._portions)):
+            self.finish(portion)
 
     def _run(self) -> None:
         try:
@@ -164,7 +164,7 @@ class XlaCalls(Calls):
         except IndexError:
             return
         with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
-            for loops, done in zip(self._chunks, self._done, strict=True):
+            for loops, done in zip(self._portions, self._done, strict=True):
                 with jax.profiler.TraceAnnotation(UPDATE):
                     for program, operands, blocks in loops:
                         for row, first, count in blocks.tolist():

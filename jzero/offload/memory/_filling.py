@@ -23,8 +23,8 @@ from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._layout import WHO
 from jzero.offload.nvme._sweep import sweep
+from jzero.offload.nvme._tile_layout import WHO
 from jzero.processes import _agreement
 
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()

@@ -18,7 +18,7 @@ import numpy as np
 from jzero.offload.nvme._about import FileSpec
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import TileAt, TileFiles
-from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
+from jzero.offload.nvme._tile_layout import PAGE, Extent, TileLayout, whole_pages
 
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()

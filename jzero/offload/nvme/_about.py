@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jzero import _json
 from jzero._errors import StateError, message
 from jzero._json import Malformed, Maybe
-from jzero.offload.nvme._layout import WHO, TileLayout
+from jzero.offload.nvme._tile_layout import WHO, TileLayout
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
 _TILES = [[[(str, int, bool)]]]

@@ -13,7 +13,7 @@ import numpy as np
 
 from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
-from jzero.offload.nvme._layout import PAGE, WHO
+from jzero.offload.nvme._tile_layout import PAGE, WHO
 
 LEAST = 3  # One tile is read, one updated and one written at the same time.
 

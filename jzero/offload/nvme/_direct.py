@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jzero._errors import OptionError, StateError, message
-from jzero.offload.nvme._layout import PAGE, WHO
+from jzero.offload.nvme._tile_layout import PAGE, WHO
 
 BLOCK = 2**23  # Bytes of one transfer, at most; experiments/infinity/disk.py measures others.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it.

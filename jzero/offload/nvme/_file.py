@@ -20,7 +20,7 @@ from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
 from jzero.offload.nvme._gradients import WaitingGradients
 from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, Write
-from jzero.offload.nvme._layout import PAGE, WHO, whole_pages
+from jzero.offload.nvme._tile_layout import PAGE, WHO, whole_pages
 
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
 

@@ -21,7 +21,7 @@ from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import TileFile
 from jzero.offload.nvme._folders import GivenWrites
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._layout import WHO
+from jzero.offload.nvme._tile_layout import WHO
 
 _POLL_SECONDS = 0.005
 
@@ -37,9 +37,9 @@ class TileFiles:
     A step reads the committed tiles, and writes all of them anew::
 
         files.begin(step)
-        with sweep(files.tiles(), ring, files.read, files.write) as visits:
-            for visit in visits:
-                update(visit.buffer)
+        with sweep(files.tiles(), ring, files.read, files.write) as loaded_tiles:
+            for loaded in loaded_tiles:
+                update(loaded.buffer)
         files.commit(step)                  # or files.abort(), after any error
 
     What reads and writes tiles, parts of them and gradients may be called by any thread, and so may

@@ -18,7 +18,7 @@ import numpy as np
 from jzero._errors import StateError, message
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import DirectFile
-from jzero.offload.nvme._layout import WHO, TileLayout
+from jzero.offload.nvme._tile_layout import WHO, TileLayout
 
 
 class WaitingGradients:

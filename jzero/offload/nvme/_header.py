@@ -39,7 +39,7 @@ import numpy as np
 
 from jzero import _json
 from jzero._json import Malformed
-from jzero.offload.nvme._layout import PAGE, whole_pages
+from jzero.offload.nvme._tile_layout import PAGE, whole_pages
 
 VERSION = 3  # 2: lone extents, frozen files; 3: the id of the run
 EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"

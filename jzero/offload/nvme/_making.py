@@ -19,7 +19,7 @@ from jzero.offload.nvme._about import FileSpec
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import TileFile, header_pages
 from jzero.offload.nvme._folders import Folder
-from jzero.offload.nvme._layout import WHO
+from jzero.offload.nvme._tile_layout import WHO
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SUFFIX = ".tiles"  # of every file of ours

@@ -23,7 +23,7 @@ At = TypeVar("At")
 Move: TypeAlias = Callable[[At, np.ndarray], None]
 
 
-class TileVisit(Generic[At]):
+class LoadedTile(Generic[At]):
     __slots__ = ("at", "buffer", "number")
 
     def __init__(self, number: int, at: At, buffer: np.ndarray) -> None:
@@ -31,22 +31,22 @@ class TileVisit(Generic[At]):
 
 
 class sweep(Generic[At]):
-    """Visits tiles in order, with reads ahead and writes behind in other threads.
+    """Yields tiles in order, with reads ahead and writes behind in other threads.
 
     What it is like, without the overlap::
 
         for at in order:
             read(at, buffer)            # in threads, as far ahead as there are free buffers
-            yield TileVisit(number, at, buffer)
+            yield LoadedTile(number, at, buffer)
             write(at, buffer)           # in threads; then the buffer is free
 
     >>> disk = {0: 1, 1: 2, 2: 3}
     >>> def read(at, buffer): buffer[0] = disk[at]
     >>> def write(at, buffer): disk[at] = int(buffer[0])
     >>> ring = TileRing(host_bytes=2**14, tile_bytes=2**12)
-    >>> with sweep([0, 1, 2], ring, read, write) as visits:
-    ...     for visit in visits:
-    ...         visit.buffer[0] *= 10
+    >>> with sweep([0, 1, 2], ring, read, write) as loaded_tiles:
+    ...     for loaded in loaded_tiles:
+    ...         loaded.buffer[0] *= 10
     >>> disk
     {0: 10, 1: 20, 2: 30}
 
@@ -66,7 +66,7 @@ class sweep(Generic[At]):
         """
         self._work, self._threads = _Sweeping(list(order), ring, read, write), threads
         self._number, self._held = 0, 0
-        self._arrived: dict[int, TileVisit[At]] = {}
+        self._arrived: dict[int, LoadedTile[At]] = {}
         # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
         self._dropped = weakref.finalize(self, self._work.group.stop)
 
@@ -85,35 +85,35 @@ class sweep(Generic[At]):
         if error is None:
             self._work.check()
 
-    def __iter__(self) -> Iterator[TileVisit[At]]:
+    def __iter__(self) -> Iterator[LoadedTile[At]]:
         """The tiles in order; each is done when the next one is requested."""
-        while (visit := self.take()) is not None:
-            yield visit
-            self.done(visit)
+        while (loaded := self.take()) is not None:
+            yield loaded
+            self.done(loaded)
 
-    def take(self) -> TileVisit[At] | None:
+    def take(self) -> LoadedTile[At] | None:
         """The next tile, when it is read; None after the last. At most `ring.num` are held at a time."""
         if self._number == len(self._work.order):
             return None
         assert self._held < self._work.ring.num, "every buffer is held: call done before take"
         while self._number not in self._arrived:
-            visit = self._work.ready.get()
-            if visit is None:
+            loaded = self._work.ready.get()
+            if loaded is None:
                 self._work.check()
                 raise AssertionError("the sweep has ended")
-            self._arrived[visit.number] = visit
-        visit = self._arrived.pop(self._number)
+            self._arrived[loaded.number] = loaded
+        loaded = self._arrived.pop(self._number)
         self._number += 1
         self._held += 1
-        return visit
+        return loaded
 
-    def done(self, visit: TileVisit[At]) -> None:
+    def done(self, loaded: LoadedTile[At]) -> None:
         """Lets a tile's buffer go: to be written, if there is something to write to."""
         self._held -= 1
         if self._work.write is None:
-            self._work.free.put(visit.buffer)
+            self._work.free.put(loaded.buffer)
         else:
-            self._work.dirty.put(visit)
+            self._work.dirty.put(loaded)
 
 
 class _Sweeping(Generic[At]):
@@ -124,9 +124,9 @@ class _Sweeping(Generic[At]):
     ) -> None:
         self.order, self.ring = order, ring
         self._read, self.write = read, write
-        self.ready: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[LoadedTile[At] | None] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        self.dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
+        self.dirty: queue.SimpleQueue[LoadedTile[At] | None] = queue.SimpleQueue()
         self._count = itertools.count()
         self._num = 0  # threads that read, and that write
         self.group = ThreadGroup(self._wake)
@@ -170,13 +170,13 @@ class _Sweeping(Generic[At]):
             number = next(self._count)
             if number >= len(self.order):
                 break
-            visit = TileVisit(number, self.order[number], buffer)
+            loaded = LoadedTile(number, self.order[number], buffer)
             if self._read is not None:
-                self._read(visit.at, visit.buffer)
-            self.ready.put(visit)
+                self._read(loaded.at, loaded.buffer)
+            self.ready.put(loaded)
 
     def _writer(self) -> None:
         assert self.write is not None
-        while (visit := self.dirty.get()) is not None and not self.group.stopped:
-            self.write(visit.at, visit.buffer)
-            self.free.put(visit.buffer)
+        while (loaded := self.dirty.get()) is not None and not self.group.stopped:
+            self.write(loaded.at, loaded.buffer)
+            self.free.put(loaded.buffer)
