@@ -470,7 +470,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         filling = self._placement.filling(leaves, places)
         with filling or contextlib.nullcontext():
             made = _placing.born(
-                traced, places, self._programs.options.offload.visiting_bytes, filling
+                traced, places, self._programs.options.offload.fetched_bytes, filling
             )
         _writes.settle(made)
         return born.whole(jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves)))

@@ -43,6 +43,11 @@ def disk_bytes(files: TileFiles) -> int:
     return sum(path.stat().st_size for path in files.paths)
 
 
+def why_not(files: TileFiles) -> str:
+    """Why transfers go through the page cache; empty if they do not."""
+    return ", ".join({file.file.why_not for file in files._files} - {""})
+
+
 def step_bytes(files: TileFiles) -> int:
     """Bytes that a step reads, and as many that it writes."""
     return sum(sum(file.layout.nbytes) for file in files._files if not file.frozen)
@@ -155,7 +160,7 @@ def create_in_child(
     with armed(root, faults.Fault(*fault), log):
         try:
             with create(root, in_place) as files:
-                say({"note": files.note})
+                say({"note": why_not(files)})
         except Exception as error:
             say({"error": type(error).__name__, "message": str(error)})
 

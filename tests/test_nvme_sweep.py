@@ -16,7 +16,7 @@ import jzero
 import nvme_state
 from interrupting import interruption
 from jzero.offload.nvme import _sweep
-from jzero.offload.nvme._aligned import TileRing, pages
+from jzero.offload.nvme._aligned import TileRing
 from jzero.offload.nvme._sweep import sweep
 from nvme_state import check, made, new_ring
 
@@ -151,14 +151,6 @@ def test_left_early():
             if visit.at == 10:
                 break
     assert tiles.values == {k: k + 100 * (k < 10) for k in range(30)}
-
-
-def test_memory_of_the_caller():
-    buffers = [pages(PAGE) for _ in range(3)]
-    ring, tiles = TileRing.of(buffers), Tiles(7)
-    with sweep(range(7), ring, tiles.read) as visits:
-        addresses = {visit.buffer.ctypes.data for visit in visits}
-    assert addresses <= {x.ctypes.data for x in buffers}
 
 
 # --------------------------------------------------------------------------------- errors of threads

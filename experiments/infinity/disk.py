@@ -306,7 +306,7 @@ def main() -> None:
         result |= {
             "GB of a step, read and written": round(2 * state.step_bytes / 1e9, 3),
             "buffers": state.ring.num,
-            "note": state.files.note,
+            "direct": state.files.direct,
             "seconds to make and fill": round(state.seconds_to_make, 2),
             **compare(state, raw, args.rounds, args.threads),
         }

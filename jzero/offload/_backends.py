@@ -69,7 +69,7 @@ class InTier(Backend):
         """What hosts and devices update; or, on the devices alone, as much at a time as there is room for."""
         if self.updates_on_host:
             return _tiers.buckets(leaves, update)
-        return device_buckets(leaves, frame, update, interface, self.visiting_bytes)
+        return device_buckets(leaves, frame, update, interface, self.fetched_bytes)
 
     def program(
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
@@ -96,7 +96,7 @@ class InPinnedMemory(InTier):
     tier = PINNED
 
     @property
-    def visiting_bytes(self) -> int:
+    def fetched_bytes(self) -> int:
         return self.state.device_bytes
 
 

@@ -34,7 +34,9 @@ def offloaded(
     """
     if not backend.offloads:
         return leaves, OptimizerProgram((), ())
-    moving = optimizer_leaves(leaves, frame, stage_axes)
+    staying = _staying(leaves, frame)
+    hosted = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
+    moving = [i for i, leaf in enumerate(hosted) if leaf.tier != DEVICE]
     placed = tuple(
         dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
         for i, leaf in enumerate(leaves)
@@ -65,13 +67,6 @@ def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leav
     whole = [i for i, leaf in enumerate(leaves)
              if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
     return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)
-
-
-def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:
-    """The indices of optimizer state that is large enough to be offloaded."""
-    staying = _staying(leaves, frame)
-    placed = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
-    return [i for i, leaf in enumerate(placed) if leaf.tier != DEVICE]
 
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:

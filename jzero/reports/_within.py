@@ -98,7 +98,7 @@ def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
         if several and not (options.reduce_once and options.microbatches.num > 1):
             note = "as it is made, and as it is reduced"
             yield _row(step, GRADIENT_TILE, sizes.compute, note, 1, most=most)
-    if not backend.updates_on_host and (most := backend.visiting_bytes) and backend.tier != DEVICE:
+    if not backend.updates_on_host and (most := backend.fetched_bytes) and backend.tier != DEVICE:
         yield _row(step, VISITING, sizes.optimizer_state, "at a time", most=most)
 
 

@@ -29,7 +29,6 @@ from jzero.offload.kernels._code_paths import (
     Group,
     TracedUpdate,
     UpdateFn,
-    code_paths_text,
     numbered,
 )
 from jzero.offload.kernels._kernel import kernel_text
@@ -310,10 +309,6 @@ class HostUpdate:
 
     def make_outputs(self) -> list[np.ndarray]:
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
-
-    def describe(self) -> str:
-        num_kernels = len({loop.program for portion in self._portions for loop in portion})
-        return f"{num_kernels} kernels\n{code_paths_text(self.code_paths)}"
 
 
 class _Prepared(NamedTuple):

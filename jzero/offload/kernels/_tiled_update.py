@@ -84,7 +84,11 @@ class TiledUpdate(HostUpdate):
         self.tiles: tuple[Tile, ...] = tuple(tiles)  # of each shard; first those of `layout`
         in_files = [tile for tile in tiles if _reads(tile, found)]
         self.layout = _tiles.laid_out(in_files, found, self._names)
-        self.gradient_names = {i: _gradient_name(i, found, self._names) for i in self._gradients}
+        # By their numbers, and the first leaf of those that are updated with each.
+        first = {i: each.leaves[0] for each in reversed(found) for i, _ in each.gradients}
+        self.gradient_names = {
+            i: f"gradient {i}, of {self._names[first[i]]}," for i in self._gradients
+        }
         self.gradients = _tiles.gradients_of(in_files, found, self.gradient_names)
         self._ranges = [_tiles.ranges(tile, found) for tile in in_files]
         self._gradient_ranges = [_tiles.gradient_ranges(tile, found) for tile in in_files]
@@ -241,11 +245,6 @@ class TiledUpdate(HostUpdate):
             BlockLoop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()
         ]
         return self._by([loops], 1, self._num_slots)
-
-
-def _gradient_name(i: int, found: Sequence[Together], names: Sequence[str]) -> str:
-    leaves = next(x.leaves for x in found if i in (k for k, _ in x.gradients))
-    return f"gradient {i}, of {names[leaves[0]]},"
 
 
 def _reads(tile: Tile, found: Sequence[Together]) -> bool:

@@ -355,14 +355,13 @@ def spans_processes(x: Any) -> bool:
 def parts_for(x: Any, placement: HostPlacement) -> Parts:
     """This process's parts of a leaf, each once; `placement` says which to fetch from other processes."""
     stored = storage_of(x)
-    if spans_processes(x) and not _is_sharded_like(stored, placement):
+    # In any memory, shards of this placement stay where they are.
+    if spans_processes(x) and not (
+        stored.shape == placement.padded_shape
+        and stored.sharding.with_memory_kind(placement.sharding.memory_kind).is_equivalent_to(
+            placement.sharding, len(stored.shape)
+        )
+    ):
         x = wrap(_storage.on_devices(stored), x.shape)
         stored = jax.device_put(pad(x, placement.padded_shape), placement.sharding)
     return _storage.parts_of(stored)
-
-
-def _is_sharded_like(x: Any, placement: HostPlacement) -> bool:
-    """Whether each device has its part of a leaf, in whatever memory."""
-    sharding = x.sharding.with_memory_kind(placement.sharding.memory_kind)
-    alike = sharding.is_equivalent_to(placement.sharding, len(x.shape))
-    return bool(x.shape == placement.padded_shape and alike)

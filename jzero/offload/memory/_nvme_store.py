@@ -102,15 +102,11 @@ class StoreSpec:
         """Of what steps change, of what they do not, and of gradients."""
         return self.layout, self.frozen, self.gradients
 
-    def located(self, name: str) -> tuple[TileLayout, int]:
-        """The layout of the files that have a leaf, and the index of the first of these files."""
-        if name in self.frozen:
-            return self.frozen, len(self.identity) if self.layout.num_tiles else 0
-        return self.layout, 0
-
     def places(self, file: int, name: str, start: int, stop: int) -> Iterator[ExtentAt]:
         """Where bytes `start` to `stop` of a device's part of a leaf are."""
-        layout, first = self.located(name)
+        frozen = name in self.frozen
+        layout = self.frozen if frozen else self.layout
+        first = len(self.identity) if frozen and self.layout.num_tiles else 0
         for tile, i in layout.of_leaf(name, start, stop):
             yield ExtentAt(layout, TileAt(first + file, tile), i)
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
-from jzero.offload.nvme._tile_layout import PAGE, WHO
+from jzero.offload.nvme._tile_layout import WHO
 
 LEAST = 3  # One tile is read, one updated and one written at the same time.
 
@@ -63,21 +63,8 @@ class TileRing:
                 "One tile is read, one updated and one written at the same time.",
                 f"Use host_bytes={LEAST * tile_bytes} ({readable_bytes(LEAST * tile_bytes)}) or more.",
             ))  # fmt: skip
-        memory = pages(num * tile_bytes)
-        self._use(list(memory.reshape(num, tile_bytes)))
-
-    @classmethod
-    def of(cls, buffers: Sequence[np.ndarray]) -> TileRing:
-        """A ring of the caller's memory: `uint8[nbytes]` each, on pages."""
-        ring = cls.__new__(cls)
-        ring._use(list(buffers))
-        return ring
-
-    def _use(self, buffers: list[np.ndarray]) -> None:
-        assert len(buffers) >= LEAST
-        assert all(x.ctypes.data % PAGE == 0 and len(x) % PAGE == 0 for x in buffers)
-        self.buffers, self.num = buffers, len(buffers)
-        self.nbytes = min(map(len, buffers))
+        self.num, self.nbytes = num, tile_bytes
+        self.buffers = list(pages(num * tile_bytes).reshape(num, tile_bytes))
         self.owner: Any = None  # the sweep that uses them
         self._claim: Callable[[], Claim | None] = lambda: None
 

@@ -136,17 +136,6 @@ class TileFiles:
         return max(file.file.memory_alignment for file in self._files)
 
     @property
-    def note(self) -> str:
-        """What users should know of the file system; '' if nothing."""
-        found = {file.file.why_not for file in self._files} - {""}
-        if not found:
-            return ""
-        return (
-            f"{self.folder} is read and written through the page cache, which is slower "
-            f"and takes the host's memory: {', '.join(sorted(found))}."
-        )
-
-    @property
     def most_bytes(self) -> int:
         return max((layout.most_bytes for layout in self.layouts), default=0)
 

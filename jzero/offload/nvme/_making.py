@@ -86,7 +86,10 @@ def make(
     """
     making, made = folder.with_name(folder.name + _MAKING), list[TileFile]()
     with contextlib.ExitStack() as undo, _named(folder, made):
-        _make_around(folder, undo)
+        for path in reversed([path for path in folder.parents if not path.exists()]):
+            path.mkdir(mode=0o700, exist_ok=True)
+            undo.callback(_remove_folder, path)
+            sync_folder(path.parent)
         clear(making)
         making.mkdir(mode=0o700)
         undo.callback(_remove_folder, making)
@@ -157,14 +160,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _make_around(folder: Path, undo: contextlib.ExitStack) -> None:
-    """Makes the folders around one; those that it made are removed if what follows fails."""
-    for path in reversed([path for path in folder.parents if not path.exists()]):
-        path.mkdir(mode=0o700, exist_ok=True)
-        undo.callback(_remove_folder, path)
-        sync_folder(path.parent)
 
 
 def _remove_folder(path: Path) -> None:

@@ -163,7 +163,7 @@ class Backend(abc.ABC):
         return Fraction(int(self.tier != DEVICE))
 
     @property
-    def visiting_bytes(self) -> int:
+    def fetched_bytes(self) -> int:
         """The most bytes of offloaded state on each device at a time; 0 if updated where it is stored."""
         return self.window.device_bytes
 

@@ -133,7 +133,7 @@ def make_plan(
         ),
         update=update,
         buckets=backend.buckets(placed, frame, update, interface),
-        device_bytes=backend.visiting_bytes,
+        device_bytes=backend.fetched_bytes,
         interface=interface,
         names=variable_names(frame),
         evaluates=config.evaluates,
