@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _reading, _seal, _temporary
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _mirror, _reading, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_bucket import opened
@@ -104,6 +105,16 @@ def test_saves_and_restores(asynchronous, scheme, request, train_step, tmp_path)
     assert_restored(jzero.restore(f"{url}/2", train_step, new_state()))
     assert_restored(jzero.restore(f"{url}/2/state", train_step, new_state()))
     assert not [name for name in opened(url).names() if name.startswith("1/")]
+
+
+def test_copies_that_somebody_removed_are_made_again(s3, train_step):
+    """As a cleaner of the temporary directory does, beside a training of weeks."""
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        for _ in range(2):
+            assert_restored(checkpointer.restore(new_state()))
+            shutil.rmtree(_mirror._root())
 
 
 def test_steps_are_checkpoints_of_orbax(s3, s3_endpoint, train_step, tmp_path):

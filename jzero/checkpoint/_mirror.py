@@ -8,7 +8,7 @@ are holes of their sizes, and arrays are opened in `bucket_of`.
 from __future__ import annotations
 
 import atexit
-import functools
+import contextlib
 import re
 import shutil
 import tempfile
@@ -56,7 +56,9 @@ def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
     Raises `Broken` if objects are missing or cut short.
     """
     if found and bucket in _copies and _copies[bucket][0] == found[0].version:
-        return _copies[bucket][1]
+        with contextlib.suppress(Broken, OSError):  # A cleaner of the temporary directory came by.
+            _seal.check_sizes(_copies[bucket][1], found[1].files)
+            return _copies[bucket][1]
     made = Path(tempfile.mkdtemp(dir=_root()), f"{bucket.scheme}:", bucket.name, bucket.prefix)
     made.mkdir(parents=True)
     try:
@@ -128,10 +130,10 @@ def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
             file.truncate(nbytes)
 
 
-@functools.cache
 def _root() -> Path:
     """The folder of all copies of this process; removed at its end, or by a later process."""
-    made = Temporary("jzero-mirror-", Path(tempfile.gettempdir()))
-    atexit.register(made.close)
-    _roots.append(str(made.path))
-    return made.path
+    if not _roots or not Path(_roots[-1]).is_dir():
+        made = Temporary("jzero-mirror-", Path(tempfile.gettempdir()))
+        atexit.register(made.close)
+        _roots.append(str(made.path))
+    return Path(_roots[-1])
