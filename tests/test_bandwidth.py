@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.cli._main import main
-from jzero.offload import _bandwidth, _links
+from jzero.offload import _bandwidth
 from jzero.offload.kernels import _machine
 from jzero.reports._bandwidth import LinkRate
 
@@ -31,7 +31,7 @@ def clock(monkeypatch):
         ran.append(run())
         return 0.5
 
-    monkeypatch.setattr(_links, "seconds", seconds)
+    monkeypatch.setattr(_bandwidth, "seconds", seconds)
     return ran
 
 
@@ -81,7 +81,7 @@ def test_an_estimate_takes_what_was_measured(measured):
 def test_copies_go_to_pinned_memory_and_back(num, both_ways, clock):
     """Bytes of one device's copies in one direction, whatever others copy at the same time."""
     devices = jax.devices()[:num]
-    assert _links.copied(devices, SIZE, both_ways) == (2 * SIZE, 2 * SIZE)
+    assert _bandwidth.copied(devices, SIZE, both_ways) == (2 * SIZE, 2 * SIZE)
     arrived = [x for arrays in clock for x in arrays]
     assert len(clock) == (1 if both_ways else 2)
     assert [x.nbytes for x in arrived] == [SIZE] * 2 * num
@@ -89,10 +89,10 @@ def test_copies_go_to_pinned_memory_and_back(num, both_ways, clock):
     assert [(*x.devices(), x.sharding.memory_kind) for x in arrived] == expected
 
 
-@pytest.mark.parametrize("op", _links.COLLECTIVES)
+@pytest.mark.parametrize("op", _bandwidth.COLLECTIVES)
 @pytest.mark.parametrize("num", [2, 8])
 def test_rates_of_collectives_are_of_the_whole_value(op, num, clock):
-    assert _links.collective(op, jax.devices()[:num], SIZE) == 2 * SIZE
+    assert _bandwidth.collective(op, jax.devices()[:num], SIZE) == 2 * SIZE
     (found,) = clock
     # Every device has all of it, or a part.
     assert found.nbytes == SIZE * (num if op == "all-gather" else 1)
@@ -100,13 +100,15 @@ def test_rates_of_collectives_are_of_the_whole_value(op, num, clock):
 
 @pytest.mark.slow
 def test_collectives_are_what_they_are_called():
-    mesh = Mesh(np.array(jax.devices()[:4]), (_links._AXIS,))
-    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P(_links._AXIS)))
+    mesh = Mesh(np.array(jax.devices()[:4]), (_bandwidth._AXIS,))
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P(_bandwidth._AXIS)))
     found = {
         op: jax.jit(
-            jax.shard_map(run, mesh=mesh, in_specs=P(_links._AXIS), out_specs=P(_links._AXIS))
+            jax.shard_map(
+                run, mesh=mesh, in_specs=P(_bandwidth._AXIS), out_specs=P(_bandwidth._AXIS)
+            )
         )(x)
-        for op, run in _links.COLLECTIVES.items()
+        for op, run in _bandwidth.COLLECTIVES.items()
     }
     assert found["all-gather"].tolist() == np.tile(np.arange(16.0), 4).tolist()
     assert found["reduce-scatter"].tolist() == np.arange(16.0).reshape(4, 4).sum(0).tolist()
@@ -124,9 +126,9 @@ def test_updates_count_bytes_of_optimizer_state(clock):
 
 def test_the_least_of_some_runs_counts(monkeypatch):
     times = iter([0.0, 5.0, 10.0, 12.0, 20.0, 23.0])
-    monkeypatch.setattr(_links.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(_bandwidth.time, "perf_counter", lambda: next(times))
     runs: list[int] = []
-    assert _links.seconds(lambda: runs.append(1)) == 2.0
+    assert _bandwidth.seconds(lambda: runs.append(1)) == 2.0
     assert len(runs) == 4  # one is not counted
 
 

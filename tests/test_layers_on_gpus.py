@@ -12,7 +12,7 @@ import gpu_compiler
 import jzero
 import small
 from jzero.ir._regions import variables
-from jzero.offload import _copies
+from jzero.offload import _layer_programs
 from jzero.preflight import _examined, _preflight, _schedule
 from jzero.sharding.cut import _layer_parts
 from jzero.targets._target import Topology, find_target
@@ -116,10 +116,12 @@ def iterations_beside_copies(known=True):
     mesh, train_step, state, x = layered()
     there = train_step.on_mesh(mesh.abstract_mesh)
     parts = [
-        p for p in _preflight._dispatches_of(there, state, x).parts if p.name == _copies.ITERATION
+        p
+        for p in _preflight._dispatches_of(there, state, x).parts
+        if p.name == _layer_programs.ITERATION
     ]
     options = {"xla_gpu_autotune_level": 0} | (
-        _copies.options_of(_copies.ITERATION, mesh) if known else {}
+        _layer_programs.options_of(_layer_programs.ITERATION, mesh) if known else {}
     )
     return [str(_examined._compiled(part.lower(mesh), options).as_text()) for part in parts]
 

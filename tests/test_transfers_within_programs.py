@@ -8,7 +8,7 @@ import small
 import test_offload_params as params
 import zoo
 from jzero._memory_kinds import PINNED
-from jzero.offload import _copies
+from jzero.offload import _layer_programs
 from jzero.offload._layer_schedule import ITERATION
 from jzero.offload.execute._executor import Executable, Execution, Keys, Section
 from jzero.offload.schedule import _folds
@@ -218,10 +218,10 @@ def test_loops_of_few_iterations(layers):
 
 def test_a_gpu_gets_options_and_a_trace_does_not(monkeypatch):
     """JAX refuses options of a program within a trace; XLA for CPUs takes those for GPUs."""
-    assert not _copies.options_of(_copies.ITERATION, small.mesh(data=8))
-    monkeypatch.setattr(_copies, "platform_of", lambda mesh: "gpu")
-    assert _copies.options_of(_copies.ITERATION, None)
-    assert not _copies.options_of("iteration", None)
+    assert not _layer_programs.options_of(_layer_programs.ITERATION, small.mesh(data=8))
+    monkeypatch.setattr(_layer_programs, "platform_of", lambda mesh: "gpu")
+    assert _layer_programs.options_of(_layer_programs.ITERATION, None)
+    assert not _layer_programs.options_of("iteration", None)
     train_step, state = params.check(True, offload=jzero.HostCPU())
     found = params.gathers_started(train_step, state, params.batch(0))
     assert found

@@ -53,10 +53,7 @@ class Bucket:
 
     @classmethod
     def of(cls, who: str, path: Any) -> Bucket | None:
-        """The directory that a URL names; None for a path in a file system.
-
-        Raises an `OptionError` for another URL.
-        """
+        """The directory that a URL names; None for a path in a file system."""
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
         if not isinstance(text, str) or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:/", text):
             return None
@@ -113,10 +110,7 @@ class Bucket:
         return version
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
-        """Writes an object if it still has this version, or does not exist (None); returns its new version.
-
-        Raises `Lost` if that does not hold.
-        """
+        """Writes an object if it still has this version (None: does not exist); else raises `Lost`."""
         wanted = _absent() if version is None else version
         done = self._wait(name, "written", self._open.write(name, data, if_equal=wanted))
         if done.generation:

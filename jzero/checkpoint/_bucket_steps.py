@@ -49,10 +49,7 @@ _MANIFEST = "manifest.ocdbt"
 
 
 def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
-    """The directory of steps that a path or URL names; raises an `OptionError` if it names none.
-
-    What goes to a bucket is written to `staging` first, by default in the system's temporary directory.
-    """
+    """The directory of steps of a path or URL; steps for a bucket are written to `staging` first."""
     bucket = Bucket.of(who, path)
     if bucket is None:
         return Steps(_files.local(who, path))
@@ -139,12 +136,10 @@ class BucketSteps(Steps):
         return {} if jax.process_count() == 1 else self._upload(step, owner)
 
     def base(self, step: int) -> dict[str, Any]:
-        """One process merges its part before it is uploaded, several of them in the bucket.
-
-        What names the parts is uploaded like all that has no random name.
-        """
+        """One process merges its part before the upload; several merge theirs in the bucket."""
         if jax.process_count() == 1:
             return super().base(step)
+        # What names the parts is uploaded, like all that has no random name.
         manifest = f"{self._folder(step) / STATE / _MANIFEST}"
         return {"driver": "kvstack", "path": "", "layers": [
             {"base": (self.where / str(step)).spec(STATE)},

@@ -98,10 +98,7 @@ class Lock:
         return self._owner is not None
 
     def ensure(self) -> bool:
-        """Acquires the lock, also that of a dead process; False if this process holds it already.
-
-        Raises a `CheckpointError` if another process holds it.
-        """
+        """Acquires the lock, even that of a dead process; False if this process holds it already."""
         if self.is_held and self._is_there():
             self.check(now=False)
             return False
@@ -120,11 +117,7 @@ class Lock:
         return True
 
     def check(self, *, now: bool = True) -> None:
-        """Raises a `CheckpointError` unless this process still holds the lock.
-
-        After a long sleep another one may. Without `now` it suffices that this one held it so recently that
-        nobody can have taken it since.
-        """
+        """Raises an error unless this process holds the lock; without `now`, it may have held it recently."""
         if self._owner is None or not self._has(self._owner, now):
             holder = self.holder()
             self.release()  # Who saves again takes it again, or is refused.
@@ -316,10 +309,7 @@ class ObjectLock(Lock):
 
 
 def unlock(who: str, directory: Path | Bucket) -> str:
-    """Removes the lock of a process that the caller knows to be dead; returns who held it.
-
-    Raises a `CheckpointError` if nobody has it, or a process of this machine that runs.
-    """
+    """Removes the lock of a process that the caller knows to be dead; returns who held it."""
     lock = ObjectLock(directory) if isinstance(directory, Bucket) else Lock(directory)
     holder = lock.holder()
     if holder is None:

@@ -31,10 +31,7 @@ _roots: list[str] = []
 
 
 def local(who: str, path: Any) -> Path:
-    """Where the files are that describe the checkpoint in `path`: there, or in a copy of a bucket.
-
-    Raises a `CheckpointError` if it was never finished, or is damaged, in the bucket.
-    """
+    """Where the files are that describe the checkpoint in `path`: there, or in a copy of a bucket."""
     bucket = Bucket.of(who, path)
     if bucket is None:
         return _files.local(who, path)
@@ -51,10 +48,7 @@ def local(who: str, path: Any) -> Path:
 
 
 def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
-    """A copy of a checkpoint or a step, of which `sealed` found this.
-
-    Raises `Broken` if objects are missing or cut short.
-    """
+    """A copy of a checkpoint of which `sealed` found this; raises `Broken` if objects are missing."""
     if found and bucket in _copies and _copies[bucket][0] == found[0].version:
         with contextlib.suppress(Broken, OSError):  # A cleaner of the temporary directory came by.
             _seal.check_sizes(_copies[bucket][1], found[1].files)

@@ -60,10 +60,7 @@ async def merge(
     processes: Iterable[int],
     shared: Mapping[str, Sequence[tuple[int, Box]]],
 ) -> None:
-    """Makes one store of those that processes have written in it; their data files stay where they are.
-
-    `shared` has the chunks of a leaf that several processes have parts of: whose each part is, and its box.
-    """
+    """Makes one store of those of processes; `shared` says who has which parts of a leaf's chunks."""
     one = context()  # It copies only between stores in one.
     parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
     whole = await tensorstore.KvStore.open(_store(base), context=one)

@@ -161,16 +161,13 @@ class _Task:
 
 
 def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Iterator[list[str]]:
-    """The leaves that are read together: what stays where it is read to, others up to so many bytes.
-
-    A stored master that becomes a master and a parameter, in fewer bits, is read twice.
-    """
+    """The leaves that are read together: what stays where it is read to, others up to so many bytes."""
 
     def nbytes(name: str) -> int:  # one part for each device of this process, replicas or not
         place = places[name]
         return place.plan.nbytes_per_device * len(place.sharding.addressable_devices)
 
-    for cast in (False, True):
+    for cast in (False, True):  # A master that becomes a parameter, too, is read for each.
         chosen = [name for name, source in sources.items() if source.cast == cast]
         here = [name for name in chosen if places[name].placement is None]
         there = [name for name in chosen if places[name].placement is not None]

@@ -31,10 +31,7 @@ class Saver:
         self.step: int | None = None  # that is being written, or was written last
 
     def start(self, step: int, tree: Any, place: Any, notes: dict[str, Any]) -> None:
-        """Copies a state (a container) to the host, and writes it in the background.
-
-        `place` is where the data iterator of this process stands, if it has one; `notes` are for readers.
-        """
+        """Copies a state (a container) to the host, and writes it in the background."""
         meeting = Round(WHO)
         meeting.lead("begin", lambda: self._steps.begin(step))
         work = _Work(self._steps, step, meeting, tree, place, notes, self._save_bytes)

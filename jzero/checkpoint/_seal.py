@@ -73,10 +73,7 @@ def claim(owner: object) -> bytes:
 
 
 def read(directory: Path) -> Seal | None:
-    """The seal of a directory whose files are there; None if it has none, as Orbax alone writes them.
-
-    Raises `Broken` if it is damaged, or of a later format; or a file is missing, or too short.
-    """
+    """The seal of a directory; None if Orbax alone wrote it; raises `Broken` if files are missing."""
     path = directory / NAME
     if not path.exists():
         return None

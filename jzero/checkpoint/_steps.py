@@ -26,10 +26,7 @@ _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each i
 
 
 class Steps:
-    """A directory of steps that all processes see: each is written beside, synced and sealed, then renamed.
-
-    `BucketSteps` has them in a bucket.
-    """
+    """A directory of steps that all processes see: each is written beside, sealed, then renamed."""
 
     def __init__(self, directory: Path):
         self.where: Any = directory

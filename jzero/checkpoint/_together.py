@@ -34,10 +34,7 @@ class Round:
     def lead(
         self, stage: str, work: Callable[[], Any], own: Callable[[], Any] = lambda: None
     ) -> Any:
-        """Each process does its `own`; then process 0 does the work, and all return its result, through JSON.
-
-        If process 0 fails, in either, the others raise a CheckpointError.
-        """
+        """All do their `own`, then process 0 does the work, and all return its result or fail with it."""
         if self._store is not None and jax.process_index() != 0:
             own()
             failure, found = json.loads(self._get(stage))

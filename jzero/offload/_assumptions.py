@@ -45,10 +45,7 @@ class Assumption:
     needs: tuple[frozenset[Var], ...]
 
     def is_likely(self, last: Numbers, before: Numbers) -> bool:
-        """Whether an update may start with the last step's numbers.
-
-        It may if it depends on decisions alone, or on numbers that did not change between the last two steps.
-        """
+        """Whether an update needs decisions alone, or numbers that were the same in the last two steps."""
         if not self._needs(last).issubset(self.decisions) and not (
             before and self.holds(before, last)
         ):

@@ -176,10 +176,7 @@ _BACKENDS: dict[type[Policy], type[InTier]] = {
 
 
 def backend_of(who: str, memory: Memory) -> Backend:
-    """What obeys the policies of a train step, or of an estimate.
-
-    Raises an `OptionError` if these policies do not go together.
-    """
+    """What obeys the policies of a train step, or of an estimate, if these go together."""
     state: Any = memory.optimizer
     params: Any = memory.params
     if isinstance(state, NVMe) and state.device_bytes is not None:

@@ -30,10 +30,7 @@ from jzero.sharding.plan._plan import UpdateBucket
 
 
 class DeviceStep(ListedStep):
-    """A step as several programs: forward and backward, then the buckets of the update, one after the other.
-
-    An evaluation has no buckets.
-    """
+    """A step as programs: forward and backward, then the buckets of the update, if there is one."""
 
     def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
         super().__init__(planned, shardings)

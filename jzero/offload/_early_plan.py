@@ -243,10 +243,7 @@ class _Early:
 
 
 def as_function(planned: PlannedStep, bucket: EarlyBucket, keeps: bool = False) -> Any:
-    """`(leaves, reads) -> (new leaves, ())`, of one device's shards or a slice, as `HostUpdate` takes it.
-
-    With `keeps`, the old leaves are outputs.
-    """
+    """A bucket's `(leaves, reads) -> (new leaves, old leaves if it keeps them)`, for `HostUpdate`."""
     frame = planned.frame
     invars = frame.jaxpr.invars
     variables = [*(invars[i] for i in bucket.leaves), *bucket.reads]

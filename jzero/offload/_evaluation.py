@@ -76,11 +76,7 @@ def _slices(leaf: LeafPlan) -> int:
 
 
 def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:
-    """What obeys `memory=` of an evaluation, which is `params`; None if none was given.
-
-    `trained` is where parameters of the train step are stored whose state it reads, if there is one. Raises
-    an `OptionError` if the two do not go together, or `params` is no policy for parameters.
-    """
+    """What obeys an evaluation's `memory=` (`params`), given the train step's policy, if it has one."""
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):
         return OnDevices()

@@ -75,10 +75,7 @@ class FileReads:
         self, sources: Mapping[Value, FileSource], host_bytes: int,
         in_order: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
     ):  # fmt: skip
-        """`in_order` are reads that are issued ahead; `between` are those issued when they are needed.
-
-        Raises an `OptionError` if `host_bytes` does not hold what is fetched at a time.
-        """
+        """`in_order` are reads that are issued ahead; `between` are those issued when they are needed."""
         self._sources, self._host_bytes = dict(sources), host_bytes
         self._kept = max(map(self._nbytes, between), default=0)
         each = {tuple(wanted): self._nbytes(wanted) for wanted in in_order}
@@ -156,10 +153,7 @@ class FileReader:
     # -- ahead ---------------------------------------------------------------------------------------
 
     def ahead(self, slots: Iterable[StreamSlot | None]) -> Iterator[StreamSlot | None]:
-        """The slots, each after its reads are issued; those of later slots are issued as memory allows.
-
-        Slots after None are unknown until they are requested.
-        """
+        """The slots, each after its reads are issued; later ones, up to None, are read as memory allows."""
         source, more = iter(slots), True
         pulled: collections.deque[StreamSlot | None] = collections.deque()
         begun = 0  # of those that were pulled
@@ -248,10 +242,7 @@ class FileReader:
     # -- fetches ---------------------------------------------------------------------------------------
 
     def fetched(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Copies slices or leaves to the devices; what was not read ahead is read now.
-
-        Raises a `StateError` if the disk fails, what was written is damaged, or a step has consumed a leaf.
-        """
+        """Copies slices or leaves to the devices; what was not read ahead is read now."""
         arriving = [self._known(each) for each in wanted]
         for each in arriving:
             self._readers.wait(each.asked)

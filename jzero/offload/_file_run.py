@@ -221,10 +221,7 @@ class FileRun(HostRun):
         self._group.start([(self._update_early,)])
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:
-        """Waits for the thread; returns the tiles that it has written for good.
-
-        `reads` has all that the host reads besides its leaves; numbers are there.
-        """
+        """Waits for the thread; returns the tiles that it has written for good. `reads` has all inputs."""
         early, written = self._early, list[TileAt]()
         numbers = early.numbers(reads)
         held = early.holds(numbers)

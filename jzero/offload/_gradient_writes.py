@@ -41,10 +41,7 @@ class GradientWrites:
         self._begun = False
 
     def write(self, wanted: Sequence[Wanted], arrays: Sequence[jax.Array]) -> None:
-        """Has gradients, or slices of them, written, and waits for what arrived before them.
-
-        They are in pinned memory; those on the devices come to the host an extent at a time.
-        """
+        """Has gradients, or slices of them, written, and waits for what arrived before them."""
         jobs: list[Job] = []
         for (value, at), x in zip(wanted, arrays, strict=True):
             if not is_pinned(x):

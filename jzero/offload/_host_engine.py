@@ -75,11 +75,7 @@ class HostEngine:
         return _Outputs(arrays, views, [])
 
     def claim(self, run: Any) -> None:
-        """Before `prepare`: it is this run's from now on, until that `is_over`.
-
-        The caller holds `UPDATING`, so another run can only be this thread's, around this one. Raises a
-        `StateError` in the middle of another run, as in a signal's handler.
-        """
+        """Before `prepare`: it belongs to this run until that `is_over`; another one's it refuses."""
         other = self._run() if self._run is not None else None
         if run.is_nested and other not in (None, run) and not other.is_over:
             raise StateError(IN_ITS_MIDDLE)

@@ -270,11 +270,7 @@ class HostStep(ListedStep):
     def _run(
         self, state: Sequence[Any], run: Execution, host: HostRun, of: HostStep, update: Execution | None
     ) -> dict[int, Any]:  # fmt: skip
-        """Runs all sections; returns what they make, by index.
-
-        The hosts make the update of a run of step `of`: of this one, or of the one that is pending; None if
-        there is nothing to update yet.
-        """
+        """Runs all sections, and the pending `update` of step `of`; returns what they make, by index."""
         sections, theirs = self._sections, of._sections
         if update:  # First, as the host may already wait for it.
             update.run(theirs.entering)

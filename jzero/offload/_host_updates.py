@@ -254,10 +254,7 @@ class HostUpdates(abc.ABC):
         return self.named(made)
 
     def prepare(self, run: HostRun, state: Sequence[Any], reads: Mapping[Var, jax.Array]) -> None:
-        """Does what can fail of the late update of a run, and overwrites nothing; `reads` are there.
-
-        Raises a `StateError` in the middle of another run, as in a signal's handler.
-        """
+        """Does what can fail of the late update of a run, and overwrites nothing; `reads` are there."""
         if self.late is None:
             return
         engine = self.engine_of(state)

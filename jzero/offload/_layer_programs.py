@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
-from jzero.offload import _copies
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut import _layer_parts
@@ -38,6 +37,7 @@ from jzero.sharding.cut._layer_parts import (
     read,
 )
 from jzero.sharding.plan import _stored_layout
+from jzero.sharding.plan._host_memory import platform_of
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stored_layout import Automatic
 from jzero.tracing import _jaxpr, _rewrite
@@ -45,6 +45,10 @@ from jzero.tracing._types import Atom
 
 Jitted = Callable[..., Any]
 Made = TypeVar("Made")
+ITERATION = "iteration_beside_copies"
+# To XLA, slices that a GPU copies from the host's memory are asynchronous compute, of which few may run at a
+# time: most copies of a layer's nine leaves would wait, behind its products (test_layers_on_gpus.py).
+_OPTIONS: Mapping[str, Any] = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 def _once(make: Callable[..., Made]) -> Callable[..., Made]:
@@ -431,7 +435,7 @@ class LayerPrograms:
             stored, _ = store(renewed, slices, k) if renewed else ([], None)
             return iteration(*args), [*fetched, *stored]
 
-        return _copies.jitted(run, _copies.ITERATION, self._mesh, donate=(2, 6, 11))
+        return _with_options(run, ITERATION, self._mesh, donate=(2, 6, 11))
 
     @_once
     def fetch(self, loop: ScannedLayers) -> Jitted:
@@ -514,3 +518,24 @@ def _gathered(body: LayerBody, slices: Arrays) -> Arrays:
 def _sliced(stack: jax.Array, i: jax.Array) -> jax.Array:
     """`[iterations, n, d] -> [n, d]`."""
     return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
+
+
+def options_of(program: str, mesh: Any) -> dict[str, Any]:
+    return dict(_OPTIONS) if program == ITERATION and platform_of(mesh) == "gpu" else {}
+
+
+def _with_options(
+    run: Callable[..., Any], name: str, mesh: Any, donate: tuple[int, ...]
+) -> Callable[..., Any]:
+    run.__name__ = name
+    plain = jax.jit(run, donate_argnums=donate)
+    if not (options := options_of(name, mesh)):
+        return plain
+    compiled = jax.jit(run, donate_argnums=donate, compiler_options=options)
+
+    def call(*args: Any) -> Any:
+        # In a trace of a step nothing is compiled, and JAX refuses options there.
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return (plain if traced else compiled)(*args)
+
+    return call

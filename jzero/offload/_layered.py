@@ -166,10 +166,7 @@ class LayeredSegment:
         self, store: Callable[[Var], str], copies: int,
         updates: Mapping[int, Sequence[tuple[Update, bool]]],
     ) -> None:  # fmt: skip
-        """Before the first run: where `sent` goes, in how many copies, and what updates it starts.
-
-        `updates` begin after a part, by its index; with each is said whether each iteration begins one.
-        """
+        """Before the first run: where `sent` goes, and which updates start after a part or its iterations."""
         self._cut.store, self._cut.copies, self._cut.updates = store, copies, updates
 
     @functools.cached_property

@@ -91,10 +91,7 @@ class ListedStep(SegmentedStep):
 
 
 def called(segment: Segment, run: SegmentFn | Compiled) -> DeviceCall:
-    """A segment as a program of what it takes, which returns what it gives, and its outputs.
-
-    Only a `Compiled` one is waited for.
-    """
+    """A segment as a program of what it takes. Only a `Compiled` one is waited for."""
     waits = isinstance(run, Compiled)
 
     def call(arrays: Sequence[Any], _: int | None) -> Any:

@@ -155,10 +155,7 @@ class MemoryRun(HostRun):
         return pinned
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> None:
-        """Starts what has waited, waits for all, and does again what started on a wrong assumption.
-
-        `reads` has all that the host reads besides its leaves; numbers are there.
-        """
+        """Starts what has waited, waits for all, and does again what started on a wrong assumption."""
         updates = self._updates
         numbers = numbers_of([x.assumption for x in updates.early.buckets], reads, updates.at)
         self._begin()

@@ -101,10 +101,7 @@ class SlicedBucket:
         return [self._frame.jaxpr.invars[i] for i in outs]
 
     def ops(self, names: Callable[[Var], Value], new: Mapping[int, Value]) -> Iterator[Op]:
-        """The operations of the update.
-
-        `new` are the names of updated leaves on the devices; those in pinned memory keep their name.
-        """
+        """The operations of the update; `new` are the names of updated leaves on the devices."""
         own, others, back = (
             tuple(Slice(names(v)) for v in group)
             for group in (self._own, self._others, self._vars(self._back))

@@ -25,10 +25,7 @@ def device_buckets(
     leaves: Sequence[LeafPlan], frame: Frame, update: OptimizerProgram, interface: ProgramInterface,
     device_bytes: int,
 ) -> tuple[UpdateBucket, ...]:  # fmt: skip
-    """Buckets of an optimizer program that the devices run, each of as many subgraphs as there is room for.
-
-    Raises an `OptionError` if leaves that must be fetched together exceed `device_bytes`.
-    """
+    """Buckets of the update on the devices: as many subgraphs, or slices of one, as there is room for."""
     sizes = [leaf.nbytes_per_device for leaf in leaves]
     most = device_bytes // BUCKETS_AT_ONCE
     number = {id(subgraph): i for i, subgraph in enumerate(update.subgraphs)}

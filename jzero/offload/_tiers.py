@@ -28,10 +28,7 @@ WHO = _call.WHO
 def offloaded(
     backend: Backend, leaves: Leaves, frame: Frame, stage_axes: StageAxes
 ) -> tuple[Leaves, OptimizerProgram]:
-    """The leaves with optimizer state and parameters in their memory kinds, and the optimizer program.
-
-    Raises an `OptionError` if no leaf is large enough to be offloaded.
-    """
+    """The leaves with optimizer state and parameters in their memory kinds, and the optimizer program."""
     if not backend.offloads:
         return leaves, OptimizerProgram((), ())
     staying = _staying(leaves, frame)
@@ -95,10 +92,7 @@ def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> Non
 
 
 def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: int | None) -> float:
-    """The share of optimizer state with which host and devices end together, measured.
-
-    Raises an `OptionError` if this process does not have all devices of the mesh.
-    """
+    """The share of optimizer state with which host and devices end together, measured."""
     local = list(mesh.local_devices) if isinstance(mesh, Mesh) else []
     if len(local) != mesh.size:
         why = (
@@ -119,10 +113,7 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
 
 
 def shared(leaves: Leaves, update: OptimizerProgram, ratio: float, measured: bool) -> Leaves:
-    """Puts leaves back on the devices, so that a share of `ratio` of all bytes stays on the hosts.
-
-    Raises an `OptionError` if no group of leaves is that small, unless the ratio was measured.
-    """
+    """Puts leaves back on the devices, so that a share of `ratio` of all bytes stays on the hosts."""
     if ratio == 1:
         return leaves
     together = _connected(update.subgraphs)

@@ -41,11 +41,7 @@ class TiledEngine(HostEngine):
     def prepare_early(
         self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        """Like `prepare`, for tiles that need nothing but this and what arrives by itself.
-
-        `known` are inputs of the bucket, by index, that exist or arrive soon; `numbers` are assumed values of
-        others, for each of `devices`.
-        """
+        """Like `prepare`, for tiles that need only `known` inputs, assumed `numbers`, and what arrives."""
         reads = [known.get(i) for i in range(len(self._bucket.reads))]
         inputs = self._inputs(reads)
         for i, values in numbers.items():
@@ -60,11 +56,7 @@ class TiledEngine(HostEngine):
     def run_tiles(
         self, store: NVMeStore, arrived: Arrived = NOTHING, done: Collection[TileAt] = ()
     ) -> Iterator[dict[int, jax.Array]]:
-        """Reads, updates and writes tiles; yields what a portion makes for the devices, in transfer.
-
-        `arrived` has inputs that came by themselves; `done` are tiles that are written already. Raises a
-        `StateError` if the disk fails: what was written is then of no use.
-        """
+        """Reads, updates and writes all tiles but those `done`; yields what a portion makes, in transfer."""
         update, left = self.update, self._left.copy()
         left.subtract(update.tiles[at.tile].portion for at in done)
         yield self._send(update.begin(self._memory_of_outputs()))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
-from jzero.offload import _copies
+from jzero.offload import _layer_programs
 from jzero.preflight._dispatches import (
     DispatchedProgram,
     Dispatches,
@@ -99,7 +99,7 @@ def examine_parts(
         equal.setdefault(key, []).append(part)
         programs.setdefault(key, program)
     compiled = {
-        key: _compiled(program, {**_copies.options_of(equal[key][0].name, mesh), **options})
+        key: _compiled(program, {**_layer_programs.options_of(equal[key][0].name, mesh), **options})
         for key, program in programs.items()
     }
     seconds = time.perf_counter() - start

@@ -11,7 +11,7 @@ import jax
 
 from jzero._errors import OptionError, counted, message
 from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
-from jzero.offload import _bandwidth, _links
+from jzero.offload import _bandwidth
 from jzero.offload.kernels._code_paths import no_kernels
 from jzero.reports._tables import Block, Printed, Table
 
@@ -77,13 +77,13 @@ def _measured(size: int, threads: int | None) -> BandwidthReport:
     groups: list[tuple[tuple[int, ...], bool]] = [((i,), False) for i in numbers]
     groups += [(numbers, False)] * (len(devices) > 1) + [(numbers, True)]
     links = [
-        LinkRate(group, both, *_links.copied([devices[i] for i in group], size, both))
+        LinkRate(group, both, *_bandwidth.copied([devices[i] for i in group], size, both))
         for group, both in groups
     ]
-    ops = _links.COLLECTIVES if len(devices) > 1 else ()
+    ops = _bandwidth.COLLECTIVES if len(devices) > 1 else ()
     return BandwidthReport(
         devices[0].device_kind, len(devices), size, tuple(links),
-        {op: _links.collective(op, devices, size) for op in ops},
+        {op: _bandwidth.collective(op, devices, size) for op in ops},
         _bandwidth.host_update(threads) / len(devices), _bandwidth.device_update(devices[0]),
     )  # fmt: skip
 

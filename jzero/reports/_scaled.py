@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero._numbers import Workload
-from jzero.offload.schedule._mapped import mapped
+from jzero.offload.schedule._folds import mapped
 from jzero.offload.schedule._ops import Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports._abstract_step import AbstractStep, Types, abstract_step

@@ -55,13 +55,13 @@ def links() -> Iterator[dict[str, Any]]:
     """Bytes per second between device and host, and of the update where it may happen."""
     import jax
 
-    from jzero.offload import _bandwidth, _links
+    from jzero.offload import _bandwidth
 
     device = jax.devices()[0]
     size = 2**28 if device.platform == "gpu" else 2**22
-    down, up = _links.copied([device], size)
+    down, up = _bandwidth.copied([device], size)
     yield {"to_host": down, "to_device": up}
-    yield {"both_ways": _links.copied([device], size, both_ways=True)[0]}
+    yield {"both_ways": _bandwidth.copied([device], size, both_ways=True)[0]}
     yield {"device_update": _bandwidth.device_update(device)}
     yield {"host_update": _bandwidth.host_update(None)}
     for threads in (1, 4):

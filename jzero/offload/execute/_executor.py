@@ -54,10 +54,7 @@ class HostSide:
     """The host's own work in a run of a list: updates, and writes to files. This one does none."""
 
     def prepare(self, takes: Sequence[Any]) -> None:
-        """Does what can fail of an update that is not early, and overwrites nothing.
-
-        Of `takes`, what has gone into files, or to an early update, is None.
-        """
+        """Does what can fail of the late update, and overwrites nothing; what is no longer there is None."""
 
     def update(self, update: Update, place: int | None, takes: Sequence[Any]) -> New:
         """Makes an update; an early one (of a bucket, in the iteration of this place) it only starts."""
@@ -117,11 +114,8 @@ class _SlotAt(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of what it fetches, on each device, also for a later iteration.
-
-        A slot asks for memory before the program of the slot before begins, so what that program fetches for
-        this one has its memory then.
-        """
+        # Also for a later iteration: a slot asks for memory before the program of the slot before begins, so
+        # what that program fetches has its memory then.
         moved = (*self.fetches, *self.transfers)
         return sum(x.op.nbytes for x in moved if isinstance(x.op, Fetch))
 
@@ -241,10 +235,7 @@ class Execution:
     def run(
         self, section: Section, beside: Iterable[StreamSlot | None] = (), files: Any = None
     ) -> None:
-        """Runs a section of the list, after the slots of another run (`beside`).
-
-        `files` are the reads of files for what it fetches (`FileReader`), if it fetches any.
-        """
+        """Runs a section, after the slots of another run (`beside`); a `FileReader` reads its files."""
         self._files = files
         slots = itertools.chain(beside, self.slots(section.ops))
         coming = files.ahead(slots) if files else slots

@@ -53,10 +53,7 @@ class Group(NamedTuple):
 
 
 class CodePathFinder:
-    """What each value of an update's jaxpr depends on.
-
-    The first `num_state` inputs are the state, and the first `num_state` outputs its new values.
-    """
+    """What values depend on; the first `num_state` inputs and outputs are the old and new state."""
 
     def __init__(self, jaxpr: _rewrite.Flat, num_state: int):
         self.jaxpr = jaxpr
@@ -141,10 +138,7 @@ class CodePathFinder:
 
 
 def groups(analysis: CodePathFinder, outputs: Sequence[int]) -> list[Group]:
-    """Puts outputs that share a leaf into one group, so that it is read once.
-
-    So no group reads what another one overwrites.
-    """
+    """Puts outputs that share a leaf into one group, so no group reads what another one overwrites."""
     return [analysis.group(together) for together in grouped(outputs, analysis.buffers)]
 
 
@@ -184,10 +178,7 @@ class TracedUpdate:
         return {*_rewrite.excerpt(self.jaxpr, [*scalars, *by_xla]).reads}
 
     def untiled(self, resident: Collection[int] = ()) -> list[str]:
-        """What of the state cannot be updated a tile at a time, and why.
-
-        Leaves that are `resident`, by index, may be read whole.
-        """
+        """What of the state cannot be updated in tiles, and why; `resident` leaves may be read whole."""
         leaves = self.code_paths[: len(self.state)]
         by_xla = [f"{x.name} is updated by XLA ({x.reason})" for x in leaves if x.by == XLA]
         return by_xla + [

@@ -76,10 +76,7 @@ class Calls(abc.ABC):
 
     @abc.abstractmethod
     def share(self, threads: int, alone: bool) -> Asked:
-        """Starts up to `threads` threads; nothing waits for them to start.
-
-        The caller is one of them, unless `alone`: then all is done when what this returns is.
-        """
+        """Starts up to `threads` threads, one of which is the caller unless `alone`."""
 
     @abc.abstractmethod
     def finish(self, portion: int) -> None:
@@ -91,10 +88,7 @@ class Calls(abc.ABC):
 
 
 class BlockLoops(abc.ABC):
-    """Portions of loops over the leaves of several shards, all of the same shapes.
-
-    Made once; only addresses change from call to call.
-    """
+    """Portions of loops over the leaves of several shards; only addresses change from call to call."""
 
     @abc.abstractmethod
     def __init__(
@@ -108,10 +102,7 @@ class BlockLoops(abc.ABC):
 
     @abc.abstractmethod
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> Calls:
-        """The loops of a call, which threads of a pool share.
-
-        `addresses` are those of all slots, for each shard, in `memory`, which is kept alive.
-        """
+        """The loops of a call, shared by a pool; `addresses` of all slots, by shard, are in `memory`."""
 
 
 class KernelLoops(BlockLoops):
@@ -147,10 +138,7 @@ def _drive() -> Callable[[int, int], int]:
 
 
 class KernelCalls(Calls):
-    """Kernels that threads may join at any time.
-
-    A thread that comes when all is done finds counters that say so, which is why each call has its own.
-    """
+    """Kernels that threads may join at any time: a late one finds counters that say that all is done."""
 
     def __init__(self, table: np.ndarray, ends: Sequence[int], memory: Any, pool: JobThreads):
         self._counters = np.zeros((len(table), 2 * FINISHED), np.int64)

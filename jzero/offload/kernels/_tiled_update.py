@@ -135,10 +135,7 @@ class TiledUpdate(HostUpdate):
     def update_tile(
         self, shard: int, tile: int, memory: np.ndarray | None = None, arrived: Arrived = NOTHING
     ) -> None:
-        """Updates the tile in `memory` in place, and makes the outputs that follow from it.
-
-        `memory` has the tile, as `layout` says; `arrived` has its `needs`.
-        """
+        """Updates the tile in `memory` in place, and makes its outputs; `arrived` has its `needs`."""
         prepared = self._prepared
         assert prepared is not None, "prepare() comes first"
         rows = self._rows[tile]

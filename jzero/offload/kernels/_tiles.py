@@ -78,10 +78,7 @@ def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
 
 
 def ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:
-    """The range, the leaf and the itemsize of each part of a tile, in the order of `laid_out`.
-
-    Lone leaves come last, side by side.
-    """
+    """The range, leaf and itemsize of each part of a tile, as in `laid_out`: lone leaves come last."""
     every = [
         (span, leaf, itemsize)
         for span in tile.spans
@@ -94,10 +91,7 @@ def of_whole_leaves(
     leaves: Sequence[jax.ShapeDtypeStruct], num_slices: Sequence[int], names: Sequence[str],
     tile_bytes: int,
 ) -> TileLayout:  # fmt: skip
-    """A file of leaves that nobody updates; `leaves` are one device's shards.
-
-    `num_slices` is, of each lone leaf, along dim 0; 1 for one that is read whole, 0 for one that is not lone.
-    """
+    """The layout of leaves that nobody updates; `num_slices` is 0 for those that are not lone."""
     found = [
         Together((i,), (x.dtype.itemsize,), x.size, 0, frozenset([i][: min(num, 1)]), max(num, 1))
         for i, (x, num) in enumerate(zip(leaves, num_slices, strict=True))
@@ -168,10 +162,7 @@ def _slices(members: Iterable[tuple[int, Together]]) -> Iterator[Span]:
 
 
 def _grain(each: Together, tile_bytes: int) -> int:
-    """Elements that a part is a multiple of: whole pages of lone leaves, if they fit into a tile.
-
-    Then all parts of a slice but its last are read in place, without a copy.
-    """
+    """Parts have a multiple of so many elements: whole pages of lone leaves, if a tile has room."""
     sizes = dict(zip(each.leaves, each.itemsizes, strict=True))
     lone = [sizes[leaf] for leaf in each.lone] + [itemsize for _, itemsize in each.gradients]
     whole = max([GRAIN, *(PAGE // itemsize for itemsize in lone)])

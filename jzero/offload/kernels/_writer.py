@@ -128,10 +128,7 @@ class Writer:
         self.lines.append(f"  store {memory} {x}, ptr {pointer}, align {itemsize(dtype)}")
 
     def rounded(self, x: str, dtype: str, long: bool = False) -> str:
-        """A float32 rounded to the nearest float of 16 bits, ties to even; any other dtype as it is.
-
-        It may be a NaN, and with `long` a NaN of more bits than 16-bit floats have.
-        """
+        """Rounds to a 16-bit dtype, ties to even; a `long` value may be a NaN of more bits."""
         many = self.many("float")
         if dtype == "float16":
             half = self.let(f"fptrunc {many} {x} to {self.many('half')}")

@@ -95,10 +95,7 @@ def check_kept(names: Sequence[str], state: HostMemory, new_state: HostMemory) -
 def check_given(
     names: Sequence[str], given: Sequence[HostMemory], wanted: HostMemory, write: bool
 ) -> None:
-    """Raises an error unless each shard's arrays have the wanted shapes and dtypes.
-
-    Those that are to be written must be NumPy's, and no two in the same memory.
-    """
+    """Checks shapes and dtypes, and that what is written is NumPy's, no two in the same memory."""
     found: list[str] = []
     shapes, dtypes = [x.shape for x in wanted], [x.dtype for x in wanted]
     owner: dict[int, str] = {}

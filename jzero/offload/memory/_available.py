@@ -96,10 +96,7 @@ def _pool() -> int:
 
 
 def available() -> int | None:
-    """Bytes that this process can still use: the machine's, or its control group's if that has less.
-
-    None where nothing says it, as outside of Linux. Caches of files count as available.
-    """
+    """Bytes that this process, or its control group, can still use; None if nothing says it."""
     machine = _numbers(ROOT / "proc/meminfo").get("MemAvailable:")
     found = [] if machine is None else [1024 * machine]
     return min([*found, *_left_in_groups()], default=None)

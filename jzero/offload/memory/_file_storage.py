@@ -14,10 +14,7 @@ from jzero.offload.memory._storage import HostPlacement, Parts, Storage, consume
 
 
 class FileStorage(Storage):
-    """A leaf in files of the devices' host: each use reads them, device by device, and nothing is cached.
-
-    It exists until the step after it.
-    """
+    """A leaf in files of the devices' host, until the next step; each use reads them."""
 
     where = "in files"
 
@@ -55,10 +52,7 @@ class FileStorage(Storage):
         return store is None or store.newest != self._step
 
     def parts(self, reader: TileReader | None = None) -> Parts:
-        """Each part that this process has, once; each use of one reads it.
-
-        By default they must be read before the next step; `reader` may have pinned this one.
-        """
+        """Each part, once; they can be read until the next step, or as long as `reader` pins this one."""
         store, boxes = self.store, self.placement.boxes()
         reader = reader or store.files
         found = {

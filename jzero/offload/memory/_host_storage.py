@@ -70,10 +70,7 @@ class HostStorage(Storage):
 
 
 def on_host(x: Any, placement: HostPlacement) -> HostStorage:
-    """A leaf on the host, copied part by part; one that is stored there already is returned as it is.
-
-    `x` is any array or `LeafArray`, also of another layout or mesh. If it spans processes, all call this.
-    """
+    """A leaf on the host, copied part by part unless it is there; if it spans processes, all call this."""
     if is_stored_in(x, placement):
         storage: HostStorage = storage_of(x)
         return storage

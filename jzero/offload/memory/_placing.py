@@ -215,10 +215,7 @@ def unpad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
 def place(
     leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Callable[[], Sequence[str]]
 ) -> list[Any]:
-    """Each leaf in its sharding; those that already are pass through untouched.
-
-    Raises a `BatchError` for a leaf of which processes have different values.
-    """
+    """Each leaf in its sharding; refuses leaves of which processes have different values."""
     out = list(leaves)
     moves = [i for i, leaf in enumerate(leaves) if not has_sharding(leaf, shardings[i])]
     if moves:
@@ -245,11 +242,7 @@ def place(
 def apart(
     state: list[Any], arrays: list[Any], plans: Sequence[LeafPlan]
 ) -> tuple[list[Any], list[Any]]:
-    """Leaves and arguments in which no array comes twice: a program donates an array once.
-
-    An argument that is a leaf of the state is copied, and so is the second of two leaves. Raises a
-    `StateError` if two leaves are one that is stored in the host's ordinary memory, or in files.
-    """
+    """Leaves and arguments with copies for those that come twice, as a program donates an array once."""
     ids = set(map(id, state))
     if not ids.isdisjoint(map(id, arrays)):
         arrays = [_copy(x) if id(x) in ids else x for x in arrays]
@@ -314,16 +307,14 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array over several processes that all have `leaf` whole: each copies what its devices need.
-
-    `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
-    """
+    """An array over processes that all have `leaf` whole, of which each copies its part."""
     # What is weak is a Python number, mostly: device_put keeps its type.
     if _call.abstract_leaf(leaf).weak_type or spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
     host = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -333,10 +324,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _own(leaf: Any, sharding: NamedSharding) -> Any:
-    """`leaf`, copied if its buffer would become part of the placed array.
-
-    A step donates what was placed, and must not consume what the user still has.
-    """
+    """`leaf`, copied if its buffer would become part of the placed array, which a step donates."""
     if isinstance(leaf, jax.Array):
         if not leaf.committed:  # and a copy of it shall not be
             return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
@@ -373,10 +361,7 @@ def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
 def check_flushed(
     who: str, state: Any, leaves: Sequence[Any], places: Sequence[Place] | None = None
 ) -> None:
-    """Refuses to read a state that a delayed update has yet to renew.
-
-    Leaves that are stored where `places` have them are not read.
-    """
+    """Refuses to read leaves that wait for a delayed update, unless they stay in their `places`."""
     late = [
         i
         for i, leaf in enumerate(leaves)

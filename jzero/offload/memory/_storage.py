@@ -143,10 +143,7 @@ def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]
 def on_devices(
     x: jax.Array | Storage, shape: tuple[int, ...] | None = None, sharding: NamedSharding | None = None
 ) -> jax.Array:  # fmt: skip
-    """A stored leaf as a JAX array, each part copied from the host; a JAX array is returned as it is.
-
-    Another `shape` than the stored one needs all of `x` in this process.
-    """
+    """A stored leaf as a JAX array, copied from the host; another `shape` needs all of it in this process."""
     if not isinstance(x, Storage):
         return x
     wanted, parts, placement = shape or x.shape, x.parts(), x.placement

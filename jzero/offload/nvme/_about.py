@@ -39,10 +39,7 @@ def _as_json(layout: TileLayout) -> list[Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What `FileSpec.about` has written; a right checksum does not authenticate.
-
-    Raises `Malformed` if it is something else.
-    """
+    """What `FileSpec.about` has written, checked: a right checksum does not authenticate."""
     about = _json.parse(text)
     if bad := _json.check(about, _FORM):
         raise Malformed(*bad)

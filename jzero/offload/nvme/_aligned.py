@@ -52,10 +52,7 @@ class TileRing:
     """
 
     def __init__(self, host_bytes: int, tile_bytes: int) -> None:
-        """Makes as many buffers of `tile_bytes`, a multiple of 4096, as `host_bytes` hold.
-
-        Raises an `OptionError` if they hold fewer than three.
-        """
+        """Makes as many buffers of `tile_bytes`, a multiple of 4096, as `host_bytes` hold: three or more."""
         num = host_bytes // tile_bytes
         if num < LEAST:
             raise OptionError(message(
@@ -69,10 +66,7 @@ class TileRing:
         self._claim: Callable[[], Claim | None] = lambda: None
 
     def claim(self) -> Claim:
-        """The buffers for one call, which signals' handlers may interrupt: locks know threads alone.
-
-        Raises a `StateError` if another call, which this one interrupts, has them.
-        """
+        """The buffers for one call; refuses one in a signal's handler in its middle, which no lock could."""
         claim = self._claim()
         if claim is not None and claim.is_live:
             raise StateError(message(

@@ -26,10 +26,7 @@ _open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
 
 
 class DirectFile:
-    """An open file, locked for this process; transfers are of whole pages, from memory of `memory_alignment`.
-
-    A transfer that fails, or finds the file cut, raises a `StateError` that says of what it was.
-    """
+    """A file locked for this process; transfers are of whole pages, from memory of `memory_alignment`."""
 
     _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
 
@@ -163,10 +160,7 @@ class DirectFile:
         return done + moved, refused
 
     def resize(self, size: int) -> None:
-        """Sets the size of the file, and reserves its space on the disk; 0 empties it.
-
-        Raises an `OSError` if there is no room (`ENOSPC`, `EDQUOT`), or a file may not be so long (`EFBIG`).
-        """
+        """Sets the size of the file, and reserves its space; an `OSError` says that there is no room."""
         if size:
             os.posix_fallocate(self._fd, 0, size)
         else:
@@ -252,10 +246,7 @@ _AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
 
 
 def alignment(fd: int) -> int | None:
-    """Of memory and offsets in O_DIRECT transfers, in bytes; None if there are no such transfers.
-
-    Linux says so since 6.1 (STATX_DIOALIGN). Where nothing does, pages are right for every disk there is.
-    """
+    """Bytes that O_DIRECT needs, of memory and offsets; None without O_DIRECT; pages before Linux 6.1."""
     found = _asked(fd)
     return PAGE if found is None else max(found.dio_mem_align, found.dio_offset_align) or None
 

@@ -26,10 +26,7 @@ _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
 
 
 class TileFile:
-    """An open file of tiles; see [Note: slots] in `_header.py`.
-
-    Reads raise a `StateError` if the disk fails, or what was written is damaged; writes, if they fail.
-    """
+    """An open file of tiles; see [Note: slots] in `_header.py`."""
 
     def __init__(self, file: DirectFile, spec: FileSpec, in_place: bool, run: str) -> None:
         self.file, self.layout, self.run = file, spec.layout, run
@@ -80,11 +77,7 @@ class TileFile:
         self.file.sync()
 
     def open(self) -> None:
-        """Reads which steps it has.
-
-        Raises a `StateError` if it is cut, damaged, of another version, another state's, or made with another
-        `in_place`.
-        """
+        """Reads which steps it has; refuses a damaged file, or one of another state or version."""
         found = headers(self.file)
         if len(found) == 1 and found[0].slots == 1:
             what = "with in_place=True it may have said that tiles are of two steps"

@@ -140,10 +140,7 @@ class TileFiles:
         return max((layout.most_bytes for layout in self.layouts), default=0)
 
     def tiles(self) -> Iterator[TileAt]:
-        """The tiles that a step writes: the first of each file, then the second of each, and so on.
-
-        So the shards of all devices advance side by side. Frozen files are written in the first step only.
-        """
+        """The tiles that a step writes: the first of each file, then the second of each, and so on."""
         for tile in range(max((x.num_tiles for x in self.layouts), default=0)):
             for file, layout in enumerate(self.layouts):
                 if tile < layout.num_tiles and not self._files[file].is_filled:
@@ -175,10 +172,7 @@ class TileFiles:
             file.begin(step, self.committed)
 
     def begin_gradients(self) -> None:
-        """Lets gradients be written where the next step will be, or behind the only slot; waits for pins.
-
-        Called again, it forgets those that were written, so a step may fail meanwhile.
-        """
+        """Lets gradients be written, from the first on, where the next step will be; waits for pins."""
         self._check()
         assert self._writing is None, "begin_gradients, without commit or abort of the step before"
         assert self.committed is not None, "begin_gradients, before a step was committed"
@@ -191,10 +185,7 @@ class TileFiles:
             time.sleep(_POLL_SECONDS)
 
     def commit(self, step: int) -> None:
-        """Makes the step that was written the committed one, on all disks.
-
-        Raises a `StateError` if a disk fails; with two slots, the step before is then still committed.
-        """
+        """Makes the step that was written the committed one, on all disks."""
         assert self._writing == step, f"commit of step {step}, and {self._writing} was begun"
         for file in self._files:
             file.sync()
@@ -248,10 +239,7 @@ class TileFiles:
         file.gradients.read(at.tile, buffer[file.layout.nbytes[at.tile] :])
 
     def write_part(self, at: TileAt, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes some bytes of a tile of the step that was begun, from `offset` of the tile on.
-
-        When all parts of it are written, `note_checksums` completes it.
-        """
+        """Writes bytes of a tile from `offset` on; at the end `note_checksums` completes the tile."""
         assert self._writing is not None, "write, before begin"
         self._files[at.file].write_part(at.tile, offset, values, buffer)
 

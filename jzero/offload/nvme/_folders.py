@@ -184,10 +184,7 @@ def _is_kept(folders: Sequence[Folder | None]) -> bool:
 
 
 def _may_go(folders: Sequence[Folder]) -> bool:
-    """Whether these files belong to no state that was ever returned, or to one that only this process had.
-
-    One file whose intact pages were never complete proves the first; see [Note: folders].
-    """
+    """Whether these files belong to no state that was returned, or to a dropped one; see [Note: folders]."""
     if not all(folder.intact and not folder.problem for folder in folders):
         return False
     if all(folder.use == GONE and folder.last <= 0 for folder in folders):

@@ -22,10 +22,7 @@ from jzero.offload.nvme._tile_layout import WHO, TileLayout
 
 
 class WaitingGradients:
-    """Gradients in one file, extent by extent in any order; each extent has its own pages and checksum.
-
-    Raises a `StateError` if the disk fails, or what was written is damaged.
-    """
+    """Gradients in one file, extent by extent in any order; each extent has its own pages and checksum."""
 
     def __init__(self, file: DirectFile, layout: TileLayout) -> None:
         # `layout` is relative to the start of each tile's gradients.

@@ -42,10 +42,7 @@ def folders(base: Path) -> list[tuple[int, Path]]:
 
 
 def look(folder: Path) -> Folder | None:
-    """What is in a folder; None if there are no files of ours in it.
-
-    It raises nothing for what is there: other processes are told first.
-    """
+    """What is in a folder; None if no files of ours are. It raises nothing: others are told first."""
     if not folder.is_dir() or folder.is_symlink():
         return Folder(problem="it is no folder", intact=False)
     found: dict[str, Sequence[bytes]] = {}
@@ -136,10 +133,7 @@ def put_aside(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what a killed start has left of our files, and the folder; else puts it aside.
-
-    Raises an `OptionError` if another run has one of them.
-    """
+    """Removes what a killed start has left of our files, and the folder; else puts it aside."""
     for path in _regular_in(folder):
         with contextlib.closing(DirectFile(path)):
             path.unlink()

@@ -58,10 +58,7 @@ class TileLayout:
 
     @classmethod
     def of(cls, tiles: Iterable[Sequence[LeafRange]]) -> TileLayout:
-        """Lays out parts of leaves: `(leaf, start, nbytes)` for each tile, in bytes.
-
-        A lone part is `(leaf, start, nbytes, True)`.
-        """
+        """Lays out `(leaf, start, nbytes)`, in bytes, or lone `(leaf, start, nbytes, True)`, of each tile."""
         return cls(tuple(map(_packed, tiles)))
 
     @property

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jzero._memory_kinds import NVME, PINNED, HostNeed
 from jzero.offload.schedule._ops import (
     HANDED_ON,
+    Commit,
     Fetch,
     Loop,
     Op,
@@ -87,13 +89,10 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
 
 def _pass_of(op: Op, around: Sequence[Loop]) -> str:
-    """The part of a step in which an operation before the update moves something.
-
-    Loops of derivatives run in reverse. A program made what is sent after all loops, and has ended: nothing
-    hides that copy.
-    """
-    if around:
+    """The part of a step in which an operation moves something, until the devices update."""
+    if around:  # Loops of derivatives run in reverse.
         return BACKWARD if any(loop.reverse for loop in around) else FORWARD
+    # A program that has ended made what is sent after all loops: nothing hides the copy.
     return FORWARD if isinstance(op, Fetch) else UPDATE
 
 
@@ -169,10 +168,8 @@ def updated_bytes(schedule: Schedule) -> dict[str, int]:
 
 
 def handed_bytes(schedule: Schedule) -> int:
-    """The most bytes on each device that live between the programs of a step; 0 for one program.
-
-    What a loop leaves counts from the loop's beginning to the end of its last reader.
-    """
+    """The most bytes on each device that live between programs of a step; 0 if there is one."""
+    # What a loop leaves counts from the loop's beginning.
     parts = [op for op in schedule.ops if isinstance(op, (Run, Loop))]
     last = {value: i for i, part in enumerate(parts) for value in part.takes}
     most, alive = 0, set[Ref]()
@@ -182,3 +179,45 @@ def handed_bytes(schedule: Schedule) -> int:
         most = max(most, sum(value_of(x).nbytes for x in alive))
         alive = {value for value in alive if last[value] > i}
     return most
+
+
+Map = Callable[[Value], Value | None]
+
+
+def mapped(ops: Sequence[Op], to: Map) -> tuple[Op, ...]:
+    """The operations on `to(value)`; values without one, and operations on no value, are left out."""
+    return tuple(_mapped(ops, to))
+
+
+def _mapped(ops: Sequence[Op], to: Map) -> Iterator[Op]:
+    for op in ops:
+        match op:
+            case Fetch(refs, store):
+                if moved := _refs(refs, to):
+                    yield Fetch(moved, store)
+            case Send(refs, store, copies=copies, waits=waits):
+                if moved := _refs(refs, to):
+                    yield Send(moved, store, copies=copies, waits=waits)
+            case Wait(value):
+                if (new := to(value)) is not None:
+                    yield dataclasses.replace(op, value=new)
+            case Update(store, leaves, takes, gives, copies, delayed, transfers=inside):
+                made = tuple(map(value_of, _refs(gives, to)))
+                back = tuple(x for x in _mapped(inside, to) if isinstance(x, Fetch))
+                taken = _refs(leaves, to), _refs(takes, to)
+                yield Update(store, *taken, made, copies, delayed, transfers=back)
+            case Run(program, transfers=inside):
+                copied = tuple(x for x in _mapped(inside, to) if isinstance(x, Fetch | Send))
+                yield Run(program, transfers=copied)
+            case Loop(body, length, where, reverse=reverse):
+                yield Loop(mapped(body, to), length, where, reverse=reverse)
+            case Commit():
+                yield op
+
+
+def _refs(refs: Iterable[Ref], to: Map) -> tuple[Ref, ...]:
+    found = list[Ref]()
+    for ref in refs:
+        if (new := to(value_of(ref))) is not None:
+            found.append(Slice(new, ref.ahead) if isinstance(ref, Slice) else new)
+    return tuple(found)
