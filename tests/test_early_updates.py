@@ -18,7 +18,7 @@ from jzero.offload._early_plan import EarlyPlan
 from jzero.offload._layer_schedule import ITERATION, STRETCH
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.schedule._ops import Send
+from jzero.offload.schedule._ops import Run, Send, flat
 from jzero.sharding.cut._layer_parts import ScannedLayers
 from test_offload_params import batch, make_step, new_state
 
@@ -145,19 +145,22 @@ def test_a_weight_that_earlier_layers_read_is_updated_after_them():
 # -- the order -------------------------------------------------------------------------------------
 
 
+def is_part(op: Any) -> bool:
+    return isinstance(op, Run) and op.program in (ITERATION, STRETCH)
+
+
 @pytest.fixture
 def log(monkeypatch):
     """What is dispatched, and which updates begin: `(part, iteration)` and the names of leaves."""
     events: list[Any] = []
     run, start = Execution._run, HostUpdate.start
 
-    def logged_run(self, visit):
-        op = visit.run
-        if op.program == ITERATION:
-            events.append((op.index, visit.place))
-        elif op.program == STRETCH:
-            events.append((op.index, None))
-        return run(self, visit)
+    def logged_run(self, slot):
+        parts = [op for op, _ in flat(self._program.ops) if is_part(op)]
+        if is_part(slot.run):
+            place = slot.place if slot.run.program == ITERATION else None
+            events.append((parts.index(slot.run), place))
+        return run(self, slot)
 
     def logged_start(self, *args):
         events.append(self._names)

@@ -83,7 +83,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.steps: list[list[int]] = []
-        start, finish, undo = HostUpdate.start, MemoryRun.finish, MemoryRun._undone
+        start, finish, restore = HostUpdate.start, MemoryRun.finish, MemoryRun._restore
         begun = 0
 
         def counted(*args):
@@ -97,14 +97,13 @@ class Seen:
             finish(run, reads)
             begun = 0
 
-        def undone(*args):
-            found = undo(*args)
-            self.steps[-1][1] += len(found)
-            return found
+        def restored(*args):
+            self.steps[-1][1] += 1
+            restore(*args)
 
         monkeypatch.setattr(HostUpdate, "start", counted)
         monkeypatch.setattr(MemoryRun, "finish", finished)
-        monkeypatch.setattr(MemoryRun, "_undone", undone)
+        monkeypatch.setattr(MemoryRun, "_restore", restored)
 
     @property
     def begun(self):

@@ -180,7 +180,10 @@ class MemoryRun(HostRun):
             if arrived.bucket.assumption and not arrived.bucket.assumption.holds(self._history.last, numbers)
         ]  # fmt: skip
         for arrived, old in wrong:
-            for memory, values in zip(self._places(arrived), old, strict=True):
-                for place, value in zip(memory, values, strict=True):
-                    np.copyto(place, value)
+            self._restore(arrived, old)
         return [arrived for arrived, _ in wrong]
+
+    def _restore(self, arrived: Arrived, old: Old) -> None:
+        for memory, values in zip(self._places(arrived), old, strict=True):
+            for place, value in zip(memory, values, strict=True):
+                np.copyto(place, value)
