@@ -40,8 +40,8 @@ class Assumption:
 
     numbers: tuple[Var, ...]  # that come at the end of the backward pass
     decisions: tuple[Var, ...]  # booleans among them, by which the update selects one of two values
-    # the numbers on which the update depends, for each outcome of the decisions in the order of
-    # `itertools.product`
+    # The numbers on which the update depends, for each outcome of the decisions in the order of
+    # `itertools.product`.
     needs: tuple[frozenset[Var], ...]
 
     def is_likely(self, last: Numbers, before: Numbers) -> bool:

@@ -66,15 +66,13 @@ class HostRun(HostSide):
 
 
 class HostUpdates(abc.ABC):
-    # where they update leaves
     store: ClassVar[str]  # where they update leaves
     consumes: ClassVar[bool]  # whether new leaves on the devices take the memory of old ones
     # The share of what they update that may exist twice, for updates on an assumption; 0 forbids these.
     old_share: ClassVar[float] = 0.25
     delay_after: int | None = None  # how many steps are not delayed; None if none ever is
-    buffers: contextlib.AbstractContextManager[Any] = (
-        NO_LOCK  # locked with `UPDATING` while they update
-    )
+    # Locked with `UPDATING` while they update.
+    buffers: contextlib.AbstractContextManager[Any] = NO_LOCK
 
     def __init__(self, step: HostStep):
         self.step, self.host, self.reads, leaves = step, step.host, step.reads, step.leaves

@@ -55,17 +55,17 @@ class CutSegment:
     leaf_of: dict[Var, LeafPlan]  # inputs that are stored on the hosts
     leaves: dict[Var, Value]  # the same, as the list names them
     gradients: dict[Var, Value]  # what is sent to the host, as the list names it
-    # outputs of parts that are sent to the host: the first of `gradients` that each is
+    # Outputs of parts that are sent to the host: the first of `gradients` that each is.
     on_host: dict[Var, Var]
     out_shardings: dict[int, NamedSharding]  # of outputs that go to pinned memory, by index
     waiting: frozenset[Var]  # activations that wait on the host
     gives: Sequence[Var]  # the segment's, which are its first outputs
     device_bytes: int  # of what it fetches, on each device
-    # written to files as they are made; then None is returned
+    # Written to files as they are made; then None is returned.
     passed_on: frozenset[Var] = frozenset()
     store: Callable[[Var], str] = lambda var: PINNED  # where each gradient is sent
     copies: int = 1  # of each gradient at a time
-    # that begin after a part, by its index, and whether each iteration begins one
+    # That begin after a part, by its index, and whether each iteration begins one.
     updates: Mapping[int, Sequence[tuple[Update, bool]]] = dataclasses.field(default_factory=dict)
 
 

@@ -27,9 +27,8 @@ class ListedStep(SegmentedStep):
         self.planned, self.shardings, self.leaves = planned, shardings, planned.plan.leaves
         self.builder = Builder(planned, shardings)
         super().__init__(self.builder)
-        self.layered: LayeredSegment | None = (
-            None  # forward and backward, if parameters are on hosts
-        )
+        # Forward and backward, if parameters are on hosts.
+        self.layered: LayeredSegment | None = None
         # The indices of leaves that are stored elsewhere than on the devices.
         self.offloaded = {
             var: i for var, i in self.leaf_of.items() if self.leaves[i].tier != DEVICE

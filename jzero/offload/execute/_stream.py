@@ -21,8 +21,8 @@ class StreamSlot(NamedTuple):
 
     nbytes: int  # of the leaves, on each device
     fetch: Callable[[], Any]  # starts their copies to the devices
-    # starts the program with what was fetched; returns what to wait for: the copies back to the host, if
-    # any
+    # Starts the program with what was fetched; returns what to wait for: the copies back to the host, if
+    # any.
     update: Callable[[Any], list[jax.Array]]
     over: Callable[[], None] = lambda: None  # called when these are there, in the order of slots
     reads: Sequence[Any] = ()  # what `fetch` needs from files

@@ -33,8 +33,8 @@ class CodePath(NamedTuple):
     name: str
     # 'kernel' (a loop over elements), 'XLA' (as a whole), or 'kept' (a leaf that does not change)
     by: str
-    # the first equation that a loop over elements cannot do; or, of a kernel, that XLA runs before it on
-    # whole leaves
+    # The first equation that a loop over elements cannot do; or, of a kernel, that XLA runs before it on
+    # whole leaves.
     reason: str = ""
 
 

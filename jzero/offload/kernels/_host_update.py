@@ -326,7 +326,7 @@ class UnderWay(NamedTuple):
     helpers: JobThreads
     asked: Asked
     prepared: _Prepared  # what it reads and writes
-    # arrays of each shard, and which of them each result of XLA becomes at the end
+    # Arrays of each shard, and which of them each result of XLA becomes at the end.
     by_xla: list[tuple[Sequence[HostMemory], list[tuple[int, int]]]]
 
     @property

@@ -63,8 +63,8 @@ end:
 
 
 class BlockLoop(NamedTuple):
-    # of LLVM: the address of `(operands, blocks, number of blocks, counter) -> blocks that are done`; of
-    # XLA: an `XlaProgram`
+    # Of LLVM: the address of `(operands, blocks, number of blocks, counter) -> blocks that are done`; of
+    # XLA: an `XlaProgram`.
     program: Any
     sizes: Sequence[int]  # elements of each leaf, or how many of them are run over
     slots: Sequence[Sequence[int]]  # of each leaf's operands

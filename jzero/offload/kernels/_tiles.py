@@ -23,8 +23,8 @@ class Together(NamedTuple):
     portion: int  # after which their outputs are complete
     lone: frozenset[int] = frozenset()  # those of the leaves that are also read by themselves
     num_slices: int = 1  # equal ranges of elements, which are then cut into tiles
-    # inputs that come with the leaves, by index, and their itemsizes; they have pages of their own, like
-    # lone leaves
+    # Inputs that come with the leaves, by index, and their itemsizes; they have pages of their own, like
+    # lone leaves.
     gradients: tuple[tuple[int, int], ...] = ()
 
     def nbytes(self, count: int) -> int:

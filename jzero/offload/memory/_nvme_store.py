@@ -71,9 +71,9 @@ class StoreSpec:
     layout: TileLayout  # of each device's file
     identity: Mapping[str, Any]  # whose state each file has, by its name
     mesh: Any
-    # of a second file of each device, for leaves that no step changes
+    # Of a second file of each device, for leaves that no step changes.
     frozen: TileLayout = TileLayout(())
-    # that wait for a tile's update, of each tile; no tiles if none wait
+    # That wait for a tile's update, of each tile; no tiles if none wait.
     gradients: TileLayout = TileLayout(())
     writing_bytes: int = 0  # of `host_bytes`, those that gradients are written through
 

@@ -21,10 +21,10 @@ _FORM = {"identity": _ANY, "tiles": _TILES, "frozen": bool, "gradients": Maybe(_
 
 class FileSpec(NamedTuple):
     layout: TileLayout
-    # whose state it is, as JSON: leaves, mesh, device; a file with another one is refused
+    # Whose state it is, as JSON: leaves, mesh, device; a file with another one is refused.
     identity: Any
     frozen: bool = False  # whether its tiles are written once, and belong to every step
-    # that wait for each tile's update; no tiles if none wait in files
+    # That wait for each tile's update; no tiles if none wait in files.
     gradients: TileLayout = TileLayout(())
 
     def about(self) -> bytes:

@@ -53,9 +53,8 @@ class TileFiles:
         self.committed: Write | None = None
         self._slots: list[int] = []  # The slot of `committed` in each file.
         self._writing: int | None = None
-        self._lost: int | None = (
-            None  # the step that left tiles of two steps in files with one slot
-        )
+        # The step that left tiles of two steps in files with one slot.
+        self._lost: int | None = None
         self._pins: weakref.WeakSet[Pin] = weakref.WeakSet()
 
     @classmethod

@@ -49,13 +49,13 @@ PathOf: TypeAlias = Callable[[int, int], Path]
 class Folder(NamedTuple):
     """What one process has found in a `state-N`, in which there are files."""
 
-    # a live state of this process has `MADE` or `RESUMED` the files; or it made them and is `GONE`; or they
-    # are `FOREIGN`
+    # A live state of this process has `MADE` or `RESUMED` the files; or it made them and is `GONE`; or they
+    # are `FOREIGN`.
     use: str = FOREIGN
     problem: str = ""  # why they are neither of a step nor unfinished; '' otherwise
     writes: tuple[Write, ...] = ()  # the commits that all files have
     last: int = -1  # the newest step in any file; -1 if there is none
-    # whether the pages of a file say that the first step was never complete
+    # Whether the pages of a file say that the first step was never complete.
     unfinished: bool = False
     intact: bool = True  # whether all pages are
     runs: tuple[str, ...] = ()  # the ids in all pages
@@ -70,7 +70,7 @@ class Folder(NamedTuple):
 class GivenWrites(NamedTuple):
     """The commit of each leaf of a state that is to be placed; None for a leaf without one."""
 
-    # leaves that do not go into files, by path; all leaves if all do
+    # Leaves that do not go into files, by path; all leaves if all do.
     rest: Mapping[str, Write | None]
     files: Sequence[Write | None] = ()  # leaves that go into files
 
@@ -89,7 +89,7 @@ class GivenWrites(NamedTuple):
 
 class Choice(NamedTuple):
     number: int = 0  # of the folder
-    # the commit at which its files are resumed; None if new ones are made
+    # The commit at which its files are resumed; None if new ones are made.
     write: Write | None = None
     replaces: bool = False  # whether these take the place of others
     refusal: tuple[list[str], str, str] | None = None  # what was found, the rule, and what to do

@@ -75,7 +75,7 @@ class Fetch:
     store: str  # 'pinned_host' or 'nvme'
     places: tuple[NamedSharding, ...] = ()
     # `(stacks in the store, iteration) -> copies`, if a program makes them; else they are copied as they
-    # are
+    # are.
     by: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
     nbytes: int = 0  # on each device until the next program ends, as fetched and as gathered
     frees: frozenset[Value] = frozenset()  # freed on the host once copied
@@ -105,7 +105,7 @@ class Send:
     store: str  # 'pinned_host' or 'nvme'
     places: tuple[NamedSharding, ...] = ()
     # `(stacks in the store or None, slices, iteration) -> (stacks, what to wait for)`, if a program writes
-    # slices into stacks; else they are copied as they are, slices one by one
+    # slices into stacks; else they are copied as they are, slices one by one.
     by: Callable[[Any, Sequence[Any], int], tuple[Sequence[Any], Sequence[Any]]] | None = None
     copies: int = 1  # at a time: 2 if the update is delayed, 0 if they replace stored leaves
     waits: bool = False  # whether the devices fetch them again in this step
@@ -130,7 +130,7 @@ class Update:
     gives: tuple[Value, ...] = ()  # made for the devices, in pinned memory
     copies: int = 1  # of `gives` at a time
     delayed: bool = False  # whether it reads the last step's gradients
-    # an `EarlyBucket` if it starts while layers compute, and returns before it is done
+    # An `EarlyBucket` if it starts while layers compute, and returns before it is done.
     bucket: Any = None
     transfers: tuple[Fetch, ...] = ()
 
