@@ -10,7 +10,7 @@ import zoo
 from jzero._memory_kinds import PINNED
 from jzero.offload import _layer_programs
 from jzero.offload._layer_schedule import ITERATION
-from jzero.offload.execute._executor import Executable, Execution, Keys, Section
+from jzero.offload.execute._executor import Executable, Execution, Section
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._liveness import dead_after
 from jzero.offload.schedule._ops import Fetch, Loop, Run, Send, Slice, Value, flat
@@ -86,7 +86,7 @@ class Layers:
         return made, []
 
     def run(self, device_bytes):
-        program = Executable((self.loop,), Keys((self.carry,), (self.g,) if self.loop.last else ()))
+        program = Executable((self.loop,), (self.carry,), (self.g,) if self.loop.last else ())
         stack = 10.0 * np.arange(ITERATIONS)
         run = Execution(program, {self.carry: np.zeros(())}, {self.w: stack})
         run.run(Section(program.ops, device_bytes))

@@ -17,6 +17,8 @@ from orbax.checkpoint import type_handlers
 from jzero import _json
 from jzero._errors import escaped, named
 from jzero.checkpoint import _mirror
+from jzero.offload.memory._addresses import host_empty
+from jzero.offload.memory._storage import HostBox, box_of, sizes_of
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
 # Neighbouring chunks of a bucket that are read within so long become one request.
@@ -25,7 +27,6 @@ _COALESCED = {
     "experimental_read_coalescing_merged_bytes": 2**24,
     "experimental_read_coalescing_threshold_bytes": 2**18,  # unneeded bytes between two of them
 }
-_ALIGNMENT = 64  # bytes; on CPUs XLA does not copy an array that begins at a multiple
 
 
 class LeafErrors(Exception):
@@ -150,15 +151,15 @@ async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> j
     if not of_keys and store.dtype.numpy_dtype != arg.dtype:
         store = tensorstore.cast(store, arg.dtype)
     indices = arg.sharding.addressable_devices_indices_map(shape).values()
-    boxes = list(dict.fromkeys(ends_of(index or (), shape) for index in indices))
-    nbytes = sum(_nbytes(ends, store.dtype.numpy_dtype.itemsize) for ends in boxes)
+    boxes = list(dict.fromkeys(box_of(index or (), shape) for index in indices))
+    nbytes = store.dtype.numpy_dtype.itemsize * sum(math.prod(sizes_of(ends)) for ends in boxes)
     taken = await budget.take(nbytes)
     try:
         found = await all_of(_read_box(store, ends) for ends in boxes)
         parts = dict(zip(boxes, found, strict=True))
         with jax.transfer_guard("allow"):  # These copies are what the user asked for.
             array = jax.make_array_from_callback(
-                shape, arg.sharding, lambda index: parts[ends_of(index or (), shape)]
+                shape, arg.sharding, lambda index: parts[box_of(index or (), shape)]
             )
         # Until it is on its device it needs memory here.
         await asyncio.to_thread(array.block_until_ready)
@@ -167,10 +168,10 @@ async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> j
     return jax.random.wrap_key_data(array, impl=arg.dtype) if of_keys else array
 
 
-async def _read_box(store: tensorstore.TensorStore, ends: tuple[tuple[int, int], ...]) -> Any:
+async def _read_box(store: tensorstore.TensorStore, ends: HostBox) -> Any:
     """The values between these ends in each dim; zeros beyond the array's own."""
     dtype = store.dtype.numpy_dtype
-    out = _aligned([stop - start for start, stop in ends], dtype)
+    out = host_empty(sizes_of(ends), dtype)
     pairs = zip(ends, store.shape, strict=True)
     inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in pairs)
     lengths = tuple(slice(part.stop - part.start) for part in inside)
@@ -182,22 +183,6 @@ async def _read_box(store: tensorstore.TensorStore, ends: tuple[tuple[int, int],
         target = tensorstore.array(view, dtype=store.dtype)
         await target.write(store[inside][tensorstore.d[:].translate_to[0]] if inside else store)
     return out
-
-
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array that XLA does not copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def ends_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _nbytes(ends: Sequence[tuple[int, int]], itemsize: int) -> int:
-    return math.prod(stop - start for start, stop in ends) * itemsize
 
 
 def is_key(dtype: Any) -> bool:

@@ -29,7 +29,7 @@ from jzero.checkpoint._orbax import LeafSource
 from jzero.offload.memory._file_storage import FileStorage, NVMePart
 from jzero.offload.memory._leaf_array import storage_of
 from jzero.offload.memory._pinned_leaf import is_pinned, view
-from jzero.offload.memory._storage import Storage
+from jzero.offload.memory._storage import HostBox, Storage, box_of
 from jzero.offload.nvme._files import Pin, TileFiles
 
 SAVE_BYTES = 2**31
@@ -142,9 +142,7 @@ class Writing:
             return [(_slices(box), data) for box, data in x.own_parts(x.parts())]
         if isinstance(x, jax.Array):
             shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-            return [
-                (_slices(_reading.ends_of(shard.index, x.shape)), shard.data) for shard in shards
-            ]
+            return [(_slices(box_of(shard.index, x.shape)), shard.data) for shard in shards]
         return [(_slices([(0, n) for n in x.shape]), x)] if jax.process_index() == 0 else []
 
     async def _write(self, copied: Callable[[], Any]) -> None:
@@ -226,9 +224,9 @@ def _pieces_of_processes(
     """The boxes of chunks that processes share, as where a shard has a large prime size."""
     if jax.process_count() == 1:
         return []
-    owners: dict[tuple[tuple[int, int], ...], int] = {}
+    owners: dict[HostBox, int] = {}
     for device, index in sharding.devices_indices_map(tuple(padded)).items():
-        owners.setdefault(_reading.ends_of(index, padded), device.process_index)
+        owners.setdefault(box_of(index, padded), device.process_index)
     pieces = [
         (process, piece)
         for ends, process in owners.items()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._listed_step import ListedStep, called
 from jzero.offload._sliced import SlicedBucket
-from jzero.offload.execute._executor import Executable, Keys, Section
+from jzero.offload.execute._executor import Executable, Section
 from jzero.offload.execute._stream import free
 from jzero.offload.schedule._ops import Fetch, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
@@ -66,7 +66,7 @@ class DeviceStep(ListedStep):
             tuple(x for i, x in self._new.items() if self._is_pinned(i) == pinned)
             for pinned in (False, True)
         )
-        return Executable((*self._gradients.ops, *self._update.ops), Keys(here, there))
+        return Executable((*self._gradients.ops, *self._update.ops), here, there)
 
     @functools.cached_property
     def _gradients(self) -> Section:

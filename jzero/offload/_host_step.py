@@ -22,7 +22,7 @@ from jzero.offload._host_updates import (
     with_new,
 )
 from jzero.offload._listed_step import ListedStep, called
-from jzero.offload.execute._executor import Executable, Execution, HostSide, Keys, New, Section
+from jzero.offload.execute._executor import Executable, Execution, HostSide, New, Section
 from jzero.offload.schedule._ops import (
     Commit,
     Fetch,
@@ -122,8 +122,8 @@ class HostStep(ListedStep):
 
     @functools.cached_property
     def _program(self) -> Executable:
-        keeps = Keys(tuple(self._new.values()), tuple(self.updates.leaves.values()))
-        return Executable(self._sections.ops, keeps)
+        here, there = self._new.values(), self.updates.leaves.values()
+        return Executable(self._sections.ops, [*here], [*there])
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:

@@ -40,11 +40,6 @@ from jzero.sharding.analysis._frames import split
 HeldAs = Value | Wanted
 
 
-class Keys(NamedTuple):
-    here: tuple[Value, ...] = ()  # on the devices
-    there: tuple[Value, ...] = ()  # in stores
-
-
 class New(NamedTuple):
     there: Mapping[Any, Any]  # in stores
     here: Mapping[Any, Any] = {}  # on its way to the devices
@@ -126,11 +121,12 @@ class _SlotAt(NamedTuple):
 
 
 class Executable:
-    """A list of operations that can run any number of times; `keeps` is read when it has run."""
+    """A list of operations that can run any number of times."""
 
-    def __init__(self, ops: Sequence[Op], keeps: Keys):
-        self.ops, self.keeps = tuple(ops), keeps
-        self._dead = dead_after(ops, keeps.here, keeps.there)
+    def __init__(self, ops: Sequence[Op], here: Sequence[Value], there: Sequence[Value]):
+        """What is read when it has run is `here` on the devices, and `there` in stores."""
+        self.ops, self.keeps = tuple(ops), here
+        self._dead = dead_after(ops, here, there)
         self._groups: dict[int, list[_Group | Loop]] = {}
         # By group and iteration: names are looked up once, not in each step.
         self._slots: dict[tuple[int, int | None], _SlotAt] = {}
@@ -366,7 +362,7 @@ class Execution:
                 self._host.prepare([self.there.get(key) for key in moved.keys])
             commits = commits or isinstance(moved.op, Commit)
         # The devices may have no room for it: then the old state is what there is.
-        return [self.here[x] for x in self._program.keeps.here] if commits else ()
+        return [self.here[x] for x in self._program.keeps] if commits else ()
 
     def _send(self, moved: _OpAt) -> Sequence[Any]:
         op: Send = moved.op

@@ -84,7 +84,7 @@ class TiledUpdate(HostUpdate):
         self.tiles: tuple[Tile, ...] = tuple(tiles)  # of each shard; first those of `layout`
         in_files = [tile for tile in tiles if _reads(tile, found)]
         self.layout = _tiles.laid_out(in_files, found, self._names)
-        # By their numbers, and the first leaf of those that are updated with each.
+        # By number, and the first leaf that is updated with each.
         first = {i: each.leaves[0] for each in reversed(found) for i, _ in each.gradients}
         self.gradient_names = {
             i: f"gradient {i}, of {self._names[first[i]]}," for i in self._gradients

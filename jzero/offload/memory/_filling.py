@@ -28,10 +28,9 @@ from jzero.offload.nvme._tile_layout import WHO
 from jzero.processes import _agreement
 
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
-_made: dict[
-    Path, tuple[str, list[str]]
-] = {}  # by this process: the id in the files, and their names
-_gone_on: set[Path] = set()  # resumed by this process
+# Folders that this process has made, with the id in the files and their names; and resumed.
+_made: dict[Path, tuple[str, list[str]]] = {}
+_gone_on: set[Path] = set()
 
 
 class Filling:

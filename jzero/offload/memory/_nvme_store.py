@@ -11,27 +11,18 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jzero.offload.nvme._about import FileSpec
 from jzero.offload.nvme._aligned import TileRing, pages
-from jzero.offload.nvme._files import TileAt, TileFiles
+from jzero.offload.nvme._files import Pin, TileAt, TileFiles
 from jzero.offload.nvme._tile_layout import PAGE, Extent, TileLayout, whole_pages
 
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()
-
-
-class TileReader(Protocol):
-    """Files, or a pin on one step of them; any thread may use both."""
-
-    def read(self, at: TileAt, buffer: np.ndarray) -> None:
-        pass
-
-    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
-        pass
+TileReader: TypeAlias = TileFiles | Pin  # any thread may use both
 
 
 class ExtentAt(NamedTuple):

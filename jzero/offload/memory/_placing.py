@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,10 @@ from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, first
 from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
 from jzero.offload.memory import _coding, _host_storage, _leaf_array, _storage
+from jzero.offload.memory._addresses import is_key
 from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._leaf_array import LeafArray, spans_processes, storage_of
+from jzero.offload.memory._pinned_pool import bytes_here
 from jzero.offload.memory._storage import HostPlacement, Storage
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -88,8 +89,7 @@ def _bytes_here(target: Place) -> int:
     plan, sharding, placement = target
     if placement is not None:
         return placement.nbytes
-    size = math.prod(sharding.shard_shape(plan.padded_shape)) * plan.itemsize
-    return size * len(sharding.addressable_devices)
+    return bytes_here(plan.padded_shape, plan.dtype, sharding)
 
 
 def place_state(
@@ -279,7 +279,7 @@ def _copied(leaves: list[jax.Array]) -> list[jax.Array]:
 
 def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
     """`jax.device_put` to devices of several processes, which must all have the same whole leaf."""
-    if _is_key(leaf):
+    if is_key(leaf):
         data = _put_across(jax.random.key_data(leaf), sharding, path)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     what = describe_leaf(path, leaf.shape, leaf.dtype)
@@ -311,16 +311,12 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
     # What is weak is a Python number, mostly: device_put keeps its type.
     if _call.abstract_leaf(leaf).weak_type or spans_processes(leaf):
         return leaf
-    if _is_key(leaf):
+    if is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
     host = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _own(leaf: Any, sharding: NamedSharding) -> Any:

@@ -36,7 +36,7 @@ class HostPlacement(NamedTuple):
 
     def boxes(self) -> list[HostBox]:
         found = self.sharding.addressable_devices_indices_map(self.padded_shape)
-        return [_box(found[device], self.padded_shape) for device in self.devices]
+        return [box_of(found[device], self.padded_shape) for device in self.devices]
 
 
 class Storage:
@@ -91,7 +91,7 @@ class Storage:
         first: dict[HostBox, int] = {}
         found = self.sharding.devices_indices_map(self.shape)
         for device in self.sharding.mesh.devices.flat:
-            first.setdefault(_box(found[device], self.shape), device.process_index)
+            first.setdefault(box_of(found[device], self.shape), device.process_index)
         return [(box, x) for box, x in parts if first[box] == jax.process_index()]
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ def on_devices(
 
     # Always a copy: on CPUs JAX reads NumPy's memory where it is, and elsewhere copies it later.
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        box = _box(index, wanted)
+        box = box_of(index, wanted)
         out = np.zeros(sizes_of(box), placement.dtype)
         copy_parts([(box, out)], parts, placement.shape)
         return out
@@ -164,7 +164,7 @@ def parts_of(x: Any) -> Parts:
     if isinstance(x, Storage):
         return x.parts()
     if isinstance(x, jax.Array):
-        found = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        found = {box_of(shard.index, x.shape): shard.data for shard in x.addressable_shards}
         return list(found.items())
     return [(tuple((0, size) for size in x.shape), x)]
 
@@ -194,7 +194,7 @@ def _values(data: Any) -> np.ndarray:
     return np.asarray(data)
 
 
-def _box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> HostBox:
+def box_of(index: tuple[slice, ...] | None, shape: Sequence[int]) -> HostBox:
     assert index is not None  # Only of arrays that are no numbers, JAX says.
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
