@@ -43,6 +43,12 @@ def disk_bytes(files: TileFiles) -> int:
     return sum(path.stat().st_size for path in files.paths)
 
 
+def remove(files: TileFiles) -> None:
+    for path in files.paths:
+        path.unlink(missing_ok=True)
+    files.close()
+
+
 def why_not(files: TileFiles) -> str:
     """Why transfers go through the page cache; empty if they do not."""
     return ", ".join({file.file.why_not for file in files._files} - {""})

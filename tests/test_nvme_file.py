@@ -39,6 +39,7 @@ from nvme_state import (
     made,
     new_ring,
     numbers,
+    remove,
     reopen,
     step_bytes,
     train,
@@ -172,7 +173,7 @@ def test_what_it_costs(tmp_path):
     with create(tmp_path / "2", in_place=True) as files:
         gradients = 2 * len(nvme_state.WITH_GRADIENTS) * PAGE  # They have room in the other slot.
         assert disk_bytes(files) == step_bytes(files) + gradients + 2 * 4 * PAGE + KEPT_BYTES
-        files.remove()
+        remove(files)
     assert not content(tmp_path / "2")
 
 
@@ -632,7 +633,7 @@ def test_a_full_disk(tmp_path):
         assert os.statvfs(root).f_bavail * os.statvfs(root).f_frsize == free
         assert not (root / "a").exists()
         with TileFiles.create(root / "a", specs, in_place=True) as files:
-            assert files.direct
+            assert not why_not(files)
             assert disk_bytes(files) < free
 
 
@@ -687,7 +688,7 @@ def test_transfers_are_direct(left):
     with reopen(left) as files:
         if why_not(files):
             pytest.skip(why_not(files))
-        assert files.direct
+        assert not why_not(files)
         buffer = np.frombuffer(bytearray(2 * PAGE + 1), np.uint8)
         off_page = buffer[1 + (-buffer.ctypes.data) % 2 :][:PAGE]
         with pytest.raises(jzero.StateError, match="Invalid argument"):
@@ -700,13 +701,13 @@ def test_memory_is_no_disk():
         pytest.skip("no tmpfs")
     with create(folder / f"jzero-{os.getpid()}") as files:
         try:
-            assert not files.direct
+            assert why_not(files)
             assert "tmpfs is memory, and no disk" in why_not(files)
             fill(files)
             train(files)
             check(files, 1)
         finally:
-            files.remove()
+            remove(files)
             files._files[0].path.parent.rmdir()
             files._files[0].path.parents[1].rmdir()
 

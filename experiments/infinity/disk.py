@@ -59,6 +59,12 @@ def update(state: Any, inputs: Any) -> Any:
     return (new, adam.mu, adam.nu), (new.astype(jnp.bfloat16),)
 
 
+def removed(files: TileFiles) -> None:
+    for path in files.paths:
+        path.unlink(missing_ok=True)
+    files.close()
+
+
 class OneState:
     """The state of one leaf on a disk, and what updates it."""
 
@@ -261,7 +267,7 @@ def lone_rates(folder: Path, nbytes: int, rounds: int) -> dict[str, float]:
             for threads, read in itertools.product((1, 2, 4), (raw, alone)):
                 name = f"{read.__name__}, {threads} threads"
                 seconds[name].append(timed(functools.partial(swept, read, threads)))
-        files.remove()
+        removed(files)
     return {name: round(part * num / float(np.median(x)) / 1e9, 2) for name, x in seconds.items()}
 
 
@@ -306,11 +312,11 @@ def main() -> None:
         result |= {
             "GB of a step, read and written": round(2 * state.step_bytes / 1e9, 3),
             "buffers": state.ring.num,
-            "direct": state.files.direct,
+            "direct": all(file.file.direct for file in state.files._files),
             "seconds to make and fill": round(state.seconds_to_make, 2),
             **compare(state, raw, args.rounds, args.threads),
         }
-        state.files.remove()
+        removed(state.files)
     finally:
         shutil.rmtree(folder)
     path = args.out / f"{result['date']}-disk.json"

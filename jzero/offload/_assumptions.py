@@ -34,8 +34,7 @@ Numbers = Mapping[Var, Sequence[np.ndarray]]
 class Assumption:
     """Numbers decide as in the last step, or are what they were then, if more depends on them.
 
-    The update starts with the last step's numbers. It runs the same machine code, so where the assumption
-    holds, it makes the same bits as with the numbers of this step.
+    An update with the last step's numbers is the same machine code: if this holds, it makes the same bits.
     """
 
     numbers: tuple[Var, ...]  # that come at the end of the backward pass

@@ -54,9 +54,8 @@ _TILE_BYTES = 2**25
 class FileUpdates(HostUpdates):
     """Updates leaves in files tile by tile, and parameters in pinned memory in place, beside the tiles.
 
-    Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
-    fails leaves the state as it was, unless files are written `in_place`, or parameters are stored in pinned
-    memory and are updated there.
+    Until the new state is committed, all of the old one is kept, on the devices, too: a step that fails
+    leaves it as it was, unless files are written `in_place`, or parameters are stored in pinned memory.
     """
 
     store, consumes, assumes = NVME, False, True

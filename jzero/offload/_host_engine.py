@@ -35,11 +35,10 @@ class HostEngine:
         self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
         update: HostUpdate, num_sets: int = 1,
     ):  # fmt: skip
-        """Makes memory for outputs.
+        """Makes `num_sets` of memory for outputs, used in turn.
 
-        `leaves` are those of `bucket`, and `update` is the bucket, compiled. Local devices beside `devices`
-        are their replicas. Sets of outputs are used in turn: `num_sets` is one more than the steps whose
-        copies to the devices may be in transfer when the next one writes.
+        Local devices beside `devices` are their replicas. Sets are one more than the steps whose copies to
+        the devices may be in transfer when the next one writes.
         """
         self._bucket, self.update = bucket, update
         shards, indices = (places(bucket.mesh, axes) for axes in (bucket.shard_axes, bucket.axes))
@@ -82,10 +81,9 @@ class HostEngine:
         self._run = weakref.ref(run)
 
     def prepare(self, leaves: Mapping[int, LeafMemory], reads: Sequence[jax.Array | None]) -> None:
-        """Does what can fail, and overwrites nothing.
+        """Does what can fail, and overwrites nothing; `leaves` in memory are by their place in the bucket.
 
-        `leaves` are those in memory, by their place among the bucket's. `reads` are in pinned memory; None
-        for gradients that come with tiles, or by themselves.
+        `reads` are in pinned memory; None for gradients that come with tiles, or by themselves.
         """
         self._leaves = {**leaves}
         shards = [[leaf.buffers[k] for leaf in leaves.values()] for k in range(len(self.at))]

@@ -102,6 +102,7 @@ class LayeredSegment:
             {outvars[i]: segment.gives[i] for i in reversed(made)},
             out_shardings, _layer_parts.offloaded(parts), segment.gives, window.device_bytes,
         )  # fmt: skip
+        self.gradients = self._cut.gradients  # each of `sent`, as one device has it
         self._check_room()
         self._under_way = UNDER_WAY if self._cut.waiting else None
         self._files = self._file_reads() if window.host_bytes else None
@@ -182,10 +183,6 @@ class LayeredSegment:
         """Where all outputs are when the list has run; None for what is written to files as it is made."""
         assert self.section  # Makes the list.
         return self._schedule.outputs
-
-    @property
-    def gradients(self) -> dict[Var, Value]:
-        return self._cut.gradients
 
     def buffers(self) -> tuple[HostNeed, ...]:
         """Memory for parameters in transfer from files, for one of a process's devices."""

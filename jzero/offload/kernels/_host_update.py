@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostUpdate`: an optimizer's update of state in host memory, at the speed of that memory.
-
-    new_state, outputs = update(state, inputs)    # any function of flat arrays, as JAX traces it
-
-runs in three parts, one after the other:
-
-1. `prepare`: XLA computes every value of one element (counts, schedules, bias corrections, norms), and the
-   leaves that are not elementwise.
-2. `run`: kernels compute the elementwise leaves, in place: one loop for a parameter with its moments, its
-   gradient and its copy in 16 bits.
-3. XLA's leaves are copied into the state.
-"""
+"""`HostUpdate`: an optimizer's update of state in host memory, at the speed of that memory."""
 
 from __future__ import annotations
 
@@ -68,8 +57,8 @@ class HostUpdate:
     with every elementwise leaf read once and written once, and never a second copy of it. One call at a time,
     from Python and not from a callback of a running program: it waits for XLA's threads.
 
-        engine.prepare(states, inputs)
-        for done in engine.run(outputs):
+        engine.prepare(states, inputs)      # XLA: values of one element, and leaves that are not elementwise
+        for done in engine.run(outputs):    # kernels: a loop for a parameter, its moments, gradient and copy
             ...    # outputs[shard][i] for i in done are there; the next ones are being made
 
     Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
@@ -170,11 +159,10 @@ class HostUpdate:
         ]
 
     def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
-        """Does everything of a call that can fail, before anything is overwritten.
+        """Does everything of a call that can fail, before anything is overwritten: checks, and XLA's part.
 
-        Waits for the inputs, and computes XLA's part. `states` are, for each shard, writable NumPy arrays in
-        C order, best made by `host_empty`; of `inputs`, JAX arrays in host memory are read in place. Raises a
-        `StateError` for other shapes or dtypes than traced, for shared memory, and while an update runs.
+        `states` are, for each shard, writable NumPy arrays in C order, best made by `host_empty`; of
+        `inputs`, JAX arrays in host memory are read in place.
         """
         self._check_idle()
         self._prepared = self._known(states, inputs)
@@ -232,10 +220,9 @@ class HostUpdate:
         inputs: Sequence[HostMemory],
         outputs: Sequence[HostMemory] = (),
     ) -> UnderWay:
-        """Starts an update, which other threads make while the caller goes on.
+        """Starts an update, which other threads make while the caller goes on; else like `prepare` and `run`.
 
-        Any number of them, of different memory, may run at a time, also beside `run`. Arguments and errors
-        are those of `prepare` and `run`; the outputs exist when the update is finished.
+        Any number of them, of different memory, may run at a time, also beside `run`.
         """
         prepared = self._known(states, inputs)
         if self.outputs:
@@ -253,12 +240,11 @@ class HostUpdate:
         return self._loops[num_shards]
 
     def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
-        """Updates the state that was prepared, and writes the other outputs.
+        """Updates the state that was prepared; yields the indices of outputs that are complete everywhere.
 
-        `outputs` are, for each shard, writable NumPy arrays in C order (`make_outputs`); memory that was
-        written before is faster than fresh memory. Yields the indices of outputs that are complete in every
-        shard. Nothing happens before the first is requested; from then on the whole update is made, even if
-        the caller stops. Raises a `StateError` for other shapes or dtypes, and has then updated nothing.
+        `outputs` are, for each shard, writable NumPy arrays in C order (`make_outputs`), best written before.
+        Nothing happens before the first request; from then on the whole update is made, even if the caller
+        stops.
         """
         prepared = self._with_outputs(self._prepared, outputs)
         self._prepared = None

@@ -56,8 +56,8 @@ class Tile(NamedTuple):
 def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
     """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two portions.
 
-    Of leaves with as many slices each, the first slices come first, and so on, as iterations of a loop read
-    them. A slice may be cut into tiles; no extent has elements of two slices.
+    Of leaves with as many slices each, the first slices come first, as iterations of a loop read them; a
+    slice may be cut into tiles.
     """
     tile_bytes = max(tile_bytes, least_bytes(found))
     for portion, members in itertools.groupby(enumerate(found), lambda pair: pair[1].portion):
@@ -100,10 +100,8 @@ def of_whole_leaves(
 
 
 def rows(tile: Tile) -> dict[Span, int]:
-    """How many ranges of the same leaves come before each span in its tile.
-
-    Slices of a stack are apart, and kernels count elements of a leaf from one address: each needs its own.
-    """
+    """How many ranges of the same leaves come before each span in its tile."""
+    # Slices of a stack are apart, and kernels count elements of a leaf from one address: each has its own.
     seen: collections.Counter[int] = collections.Counter()
     found = {}
     for span in tile.spans:

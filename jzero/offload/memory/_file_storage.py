@@ -80,11 +80,7 @@ class FileStorage(Storage):
     def read_range(
         self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
     ) -> None:
-        """Reads `len(out)` bytes of a device's part from `start` on, in C order, with padding; by any thread.
-
-        `file` is the device's place in `placement.devices`; `buffer` is uint8[`buffer_bytes`] on a page, for
-        this call alone, and made by default.
-        """
+        """Reads bytes of the part of the device `file`, from `start` on; see `NVMeStore.read_range`."""
         store = self.store
         store.read_range(out, file, self._name, start, store.files, buffer)
 

@@ -57,12 +57,7 @@ class Filling:
         self._written: dict[tuple[TileAt, int], int] = {}
 
     def start(self, writes: Sequence[Write | None]) -> None:
-        """Opens or makes the files, for leaves of these commits.
-
-        Raises:
-          OptionError: there is no room, or an earlier run has left files.
-          StateError: files that are to be resumed are of another step or state, or damaged.
-        """
+        """Opens or makes the files, for leaves of these commits; refuses files of another state or step."""
         others = {path: writes[i] for i, path in self._paths.items() if i not in self._in_files}
         of_files = {path: writes[i] for i, path in self._paths.items() if i in self._in_files}
         wanted = GivenWrites(others or of_files, [*of_files.values()])

@@ -128,9 +128,8 @@ class NVMeStore:
     ) -> None:  # fmt: skip
         """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
 
-        `out` is uint8[n]; whole pages of a lone leaf are read without a copy, if it is aligned. `file` is the
-        index of the device among this process's. `buffer` is uint8[`buffer_bytes(name)`] on a page; made by
-        default, if needed.
+        Whole pages of a lone leaf are read into `out` (uint8[n]) without a copy, if it is aligned; all else
+        through `buffer`, uint8[`buffer_bytes(name)`] on a page, which is made by default.
         """
         stop = start + len(out)
         for place in self.spec.places(file, name, start, stop):

@@ -98,14 +98,10 @@ def place_state(
 ) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
-    A leaf that is to be quantized is quantized by itself: no two are whole on the devices.
-
-    Args:
-      leaves: the state's, in any shape and layout; None for one that nobody reads.
-      places: where they go.
-      held: the indices of leaves that every process has whole, and has compared.
-      filling: writes leaves to files; None if the files are there already.
-      errors: receives the error of each quantized leaf, by index.
+    A leaf that is to be quantized is quantized by itself: no two are whole on the devices. Leaves that nobody
+    reads are None. `held` are the indices of leaves that every process has whole, and has compared. `filling`
+    writes leaves to files, unless these are there already. `errors` receives those of quantized leaves, by
+    index.
     """
     out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.placement is None and out[i] is not None]

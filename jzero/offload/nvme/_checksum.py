@@ -14,10 +14,9 @@ _BLOCK = 2**17  # words: 1 MiB stays in a processor's cache between the two sums
 def checksum(tile: np.ndarray) -> int:
     """32 bits of a tile of whole pages: CRC-32 of the sums of all rows and of all columns of its pages.
 
-    Damage within one row, within one column, or of pages that were exchanged certainly changes a sum; damage
-    at random in several rows and columns is missed once in 2**32. A thread does 20 GB/s, where `zlib.crc32`
-    does 4 and a disk 3 to 14 (one core of a virtual machine, 2026-11-23; experiments/infinity/disk.py
-    measures both).
+    Damage in one row or column, and exchanged pages, certainly change a sum; other damage is missed once in
+    2**32. A thread does 20 GB/s, where `zlib.crc32` does 4 and a disk 3 to 14 (one core of a virtual machine,
+    2026-11-23; experiments/infinity/disk.py).
     """
     words, crc = tile.view(np.uint64), 0
     for start in range(0, len(words), _BLOCK):

@@ -31,12 +31,7 @@ class DirectFile:
     _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
 
     def __init__(self, path: Path, create: bool = False) -> None:
-        """Opens a file, or makes one where nothing is.
-
-        Raises:
-          OptionError: another run has it, it cannot be opened or is no regular file, or this is not Linux.
-          StateError: it is not there.
-        """
+        """Opens a regular file of Linux, or makes one where nothing is; refuses one that another run has."""
         # `why_not` says in words why transfers do not go past the page cache.
         self.path, self._fd, self.why_not = path, -1, ""
         if sys.platform != "linux":

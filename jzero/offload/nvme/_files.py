@@ -62,20 +62,12 @@ class TileFiles:
         cls, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, run: str | None = None, ready: Callable[[], None] | None = None,
     ) -> TileFiles:  # fmt: skip
-        """Makes the files, which have no step yet, and reserves their space; if it fails, it leaves nothing.
+        """Makes the files, without a step yet, and reserves their space; if it fails, it leaves nothing.
 
-        A folder of a run that ended before its first step was complete gets another name, with a warning.
-
-        Args:
-          folder: of the files; made.
-          specs: of each file, by its name.
-          in_place: one slot instead of two.
-          run: the id of all processes of the run; a new one by default.
-          ready: returns when all processes, which have decided that they may, have made their files; by
-            default this process is alone, and decides.
-
-        Raises:
-          OptionError: there is no room, files with a step are there, or another run has them.
+        A folder of a run that ended before its first step was complete is put aside, with a warning. `ready`
+        returns when all processes, which have decided that they may, have made theirs; by default this one is
+        alone, and decides. `run` is the id of all of them. Raises an `OptionError` if there is no room, or
+        the folder is used.
         """
         folder = Path(folder)
         if ready is None:
@@ -88,13 +80,11 @@ class TileFiles:
         cls, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
         in_place: bool = False, step: Write | None = None, run: str | None = None,
     ) -> TileFiles:  # fmt: skip
-        """Opens files that an earlier run has left, made with the same arguments; writes nothing.
+        """Opens what an earlier run has left, made with the same arguments; writes nothing.
 
-        It reads `step`, by default the newest that all files have.
-
-        Raises:
-          OptionError: another run has them.
-          StateError: a file is missing, cut, damaged, dirty, or of another state; or there is no such step.
+        It reads `step`, by default the newest that all files have. Raises an `OptionError` if another run has
+        the files, and a `StateError` if one is missing, cut, damaged, dirty, of another state, or has not
+        that step.
         """
         run = run or new_run()
         with contextlib.ExitStack() as undo:
@@ -125,10 +115,6 @@ class TileFiles:
     @property
     def paths(self) -> list[Path]:
         return [file.path for file in self._files]
-
-    @property
-    def direct(self) -> bool:
-        return all(file.file.direct for file in self._files)
 
     @property
     def memory_alignment(self) -> int:
@@ -258,11 +244,6 @@ class TileFiles:
         """Closes the files, and releases their locks; again, does nothing."""
         for file in self._files:
             file.file.close()
-
-    def remove(self) -> None:
-        for file in self._files:
-            file.path.unlink(missing_ok=True)
-        self.close()
 
     def __enter__(self) -> TileFiles:
         return self
