@@ -98,13 +98,9 @@ class Bucket:
         return bytes(found.value)
 
     def write(self, name: str, data: bytes) -> bytes:
-        """Writes an object, whatever was there; returns its version.
-
-        Raises a `CheckpointError` if it was not written: tensorstore accepts a 412, even to an unconditional
-        write.
-        """
+        """Writes an object, whatever was there; returns its version."""
         version = bytes(self._wait(name, "written", self._open.write(name, data)).generation)
-        if not version:
+        if not version:  # tensorstore accepts a 412, even to an unconditional write.
             found = "the server says that a condition does not hold"
             raise _failed(str(self / name), "written", found)
         return version

@@ -176,10 +176,7 @@ class BucketSteps(Steps):
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a step: first its seal, or what would let another process seal it.
-
-        Of one that may be written again, objects without a random name stay, in a step that does not count.
-        """
+        """Removes a step: first its seal, or what would let another process seal it."""
         bucket = self.where / str(step)
         found = bucket.read(_seal.NAME)
         # After the look: who was taken for dead before it may have seen another's seal.
@@ -189,6 +186,7 @@ class BucketSteps(Steps):
         is_over = self._latest is not None and step < self._latest
         there = [name for name in bucket.names() if name != _seal.NAME]
         check = functools.partial(self.lock.check, now=False)
+        # Of a step that may be written again only objects with random names go; it does not count.
         bucket.remove(there if is_over else _mirror.random_names(there), check)
         self._claims.pop(step, None)
         if is_over:
@@ -244,12 +242,9 @@ class BucketSteps(Steps):
         return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
-        """The names of steps in the lock's object; without it only a list of all objects tells.
-
-        Steps that this process has begun and could not end are left out while no other process writes.
-        """
+        """The names of steps in the lock's object; without it only a list of all objects tells."""
         steps, is_own = self.lock.noted()
-        if steps is not None:
+        if steps is not None:  # While no other writes, not those that this process could not end.
             return [str(step) for step in steps if not is_own or step not in self._uncleared]
         names = [name.partition("/") for name in self.where.names()]
         return list(dict.fromkeys(first for first, slash, _ in names if slash))

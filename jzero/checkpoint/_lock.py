@@ -74,10 +74,9 @@ class Holder(NamedTuple):
 
 
 class Lock:
-    """The lock of a directory in a file system; `ObjectLock` is that of a bucket.
+    """The lock of a directory in a file system: a file that its holder touches; `ObjectLock` is for a bucket.
 
-    It is a file that exists while a process holds the lock, which touches it. What processes leave that die
-    while they take it is removed with unfinished steps.
+    What processes leave that die while they take it is removed with unfinished steps.
     """
 
     def __init__(self, directory: Path | Bucket):
@@ -218,13 +217,13 @@ class ObjectLock(Lock):
     """An object in a bucket, never removed, and replaced only if it is still what was read.
 
     No clocks are compared: the holder counts heartbeats in the object, and whoever waits for the lock checks
-    by its own clock that nothing changes. A holder that has slept takes its lock for lost before others may
-    take it. `steps` may exist; the holder writes them with each heartbeat, as a list of a bucket would have
-    every object of all steps. They are None while unknown.
+    by its own clock that nothing changes. A holder that has slept gives its lock up before others may take
+    it.
     """
 
     def __init__(self, bucket: Bucket):
         super().__init__(bucket)
+        # That may exist, if known: to list a bucket is to list all objects of all steps.
         self.steps: list[int] | None = None
         self._seen = float("-inf")  # when it was certainly this process's
 

@@ -39,10 +39,9 @@ def name_at(path: Any) -> str:
 def match(
     who: str, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], directory: str
 ) -> dict[str, Origin]:
-    """The stored leaf for each wanted leaf, by name.
+    """The stored leaf, of the same name, for each wanted leaf; else an error, with all leaves that differ.
 
-    It has the same name, unless `jzero.master_weights` came or went: then parameters are restored from
-    masters, or masters from parameters. All other leaves that differ are an error.
+    If `jzero.master_weights` came or went, parameters are restored from masters, or masters from parameters.
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}

@@ -26,10 +26,8 @@ _KEY = re.compile(r"(.*)/(?:zarr\.json|c(?:/\d+)*)", re.DOTALL)
 
 @contextlib.asynccontextmanager
 async def transaction() -> AsyncIterator[tensorstore.Transaction]:
-    """Writes at once all that is written in it, or nothing.
-
-    tensorstore's own context waits when it is left by an error, and sometimes for ever.
-    """
+    """Writes at once all that is written in it, or nothing."""
+    # Its own context waits when it is left by an error, and sometimes for ever.
     made = tensorstore.Transaction(atomic=True)
     try:
         yield made

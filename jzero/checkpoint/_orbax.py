@@ -82,10 +82,7 @@ def _handler(given: list[tuple[str, Any]]) -> ocp.PyTreeCheckpointHandler:
 
 
 class _Handler(type_handlers.TypeHandler):
-    """Leaves of one type, as Orbax calls it; they are put into `given`, and not written.
-
-    Orbax's own handlers write chunks in which a flipped bit goes unseen, and whole leaves only.
-    """
+    """Leaves of one type, put into `given`: handlers of Orbax write whole leaves, and no checksums."""
 
     _array_metadata_store = None  # Orbax asks.
 

@@ -95,10 +95,7 @@ async def open_leaf(info: Any) -> tensorstore.TensorStore:
 
 
 async def _check_described(spec: dict[str, Any], context: Any) -> None:
-    """Raises `Malformed` unless what describes an array is JSON of ordinary size and depth.
-
-    tensorstore's parser recurses, and ends the process where that is deep.
-    """
+    """Raises `Malformed` if JSON is so deep that tensorstore, whose parser recurses, ends the process."""
     name = {"zarr": ".zarray", "zarr3": "zarr.json"}[spec["driver"]]
     kvstore = await tensorstore.KvStore.open(spec["kvstore"], context=context)
     if not kvstore.path.endswith("/"):
@@ -109,10 +106,7 @@ async def _check_described(spec: dict[str, Any], context: Any) -> None:
 
 
 def _check_chunks(store: tensorstore.TensorStore) -> None:
-    """Raises a `ValueError` if a chunk would be larger than its leaf.
-
-    tensorstore allocates a whole chunk before it reads one, and aborts if it cannot.
-    """
+    """Raises a `ValueError` for a chunk larger than its leaf, for which tensorstore may abort."""
     itemsize = store.dtype.numpy_dtype.itemsize
     own = math.prod(store.shape) * itemsize
     for layout in (store.chunk_layout.read_chunk, store.chunk_layout.write_chunk):

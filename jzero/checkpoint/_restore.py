@@ -19,7 +19,6 @@ from jzero.checkpoint._reading import ReadAs
 from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
-from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 from jzero.tracing._axis_types import takes_explicit_axes
 
@@ -107,8 +106,11 @@ class _Task:
         self._tree, names = jax.tree.structure(state), leaf_names(state)
         leaves = jax.tree.leaves(_call.abstract(state, "state"))
         self._leaves = dict(zip(names, leaves, strict=True))
-        pairs = zip(self._leaves.items(), self._plans, strict=True)
-        wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
+        wanted = dict[str, Leaf]()
+        for (name, leaf), plan in zip(self._leaves.items(), self._plans, strict=True):
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.eval_shape(jax.random.key_data, leaf)  # as its bits are stored
+            wanted[name] = Leaf(plan.path, leaf.shape, str(leaf.dtype))
         self._sources = match(who, wanted, self.stored.leaves, str(self.stored.directory))
         found = _stored.writes(who, self.stored)
         self._writes = [found.get(self._sources[name].name) for name in self._leaves]
@@ -173,10 +175,3 @@ def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Itera
         there = [name for name in chosen if places[name].placement is not None]
         yield from [here] if here else []
         yield from groups(there, _TO_HOST, nbytes)
-
-
-def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:
-    """A PRNG key is stored as its bits."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return Leaf(plan.path, leaf.shape, str(leaf.dtype))

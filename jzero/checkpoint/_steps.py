@@ -79,10 +79,8 @@ class Steps:
         (self._folder(step) / STATE).mkdir(parents=True)
 
     def folder(self, step: int, nbytes: int) -> Path:
-        """Where this process writes its part, of so many bytes, in an item of the name `STATE`.
-
-        It waits until it sees what process 0 has made: network file systems are late to tell.
-        """
+        """Where this process writes its part, of so many bytes, in an item of the name `STATE`."""
+        # Process 0 has made it, which network file systems are late to tell.
         folder, end = self._folder(step), time.monotonic() + _SEEN_SECONDS
         while not (folder / STATE).is_dir():
             if time.monotonic() > end:

@@ -127,11 +127,10 @@ class OnHostCPU(InTier):
         if self.waits:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.state.ratio == "auto"
-        ratio = (
-            _tiers.measured_share(placed, mesh, stage_axes, self.state.threads)
-            if measured
-            else float(self.state.ratio)
-        )
+        if measured:
+            ratio = _tiers.measured_share(placed, mesh, stage_axes, self.state.threads)
+        else:
+            ratio = float(self.state.ratio)
         return _tiers.shared(placed, update, ratio, measured), update
 
     def step(

@@ -54,8 +54,6 @@ class DeviceStep(ListedStep):
     def code_paths(self) -> str:
         return ""
 
-    # -- the list --------------------------------------------------------------------------------------
-
     def schedule(self) -> Schedule:
         ops = (*waits(self.plan), *self._program.ops)
         return Schedule(ops, self.layered.buffers() if self.layered else ())
@@ -118,8 +116,6 @@ class DeviceStep(ListedStep):
         if back:
             places = tuple(pinned[var] for var in overwritten)
             yield Send(tuple(self._new[i] for i in back), PINNED, places, copies=0)
-
-    # -- a step ----------------------------------------------------------------------------------------
 
     def __call__(
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]

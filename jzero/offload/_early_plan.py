@@ -93,13 +93,11 @@ def plan_early(
     planned: PlannedStep, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
     kept: Collection[Var], assumes: bool = False, in_tiles: Collection[Var] | None = None,
 ) -> EarlyPlan:  # fmt: skip
-    """Plans early updates.
+    """Plans early updates of the subgraphs `hosted`, by index.
 
-    `hosted` are the subgraphs that the host runs, by index; `known` are values that exist before the forward-
-    backward program runs, and `kept` gradients that the devices read too. With `assumes`, updates may start
-    on an assumption. `in_tiles` are the inputs that the host reads element by element, where it updates
-    leaves in tiles: all other inputs must exist, or be assumed, before the first tile. It is None where
-    leaves are updated whole.
+    `known` values exist before the forward-backward program runs, and devices read the gradients `kept`, too.
+    If `assumes`, updates may start on an assumption. `in_tiles` are inputs that come in tiles, if leaves do:
+    all others must exist, or be assumed, before the first tile.
     """
     return _Early(planned, layered, known, kept, in_tiles).plan(hosted, assumes)
 

@@ -150,8 +150,6 @@ class FileReader:
         # Buffers, and the arrays that are copied from them to the devices, in order.
         self._leaving: collections.deque[tuple[PinnedBuffer, Any]] = collections.deque()
 
-    # -- ahead ---------------------------------------------------------------------------------------
-
     def ahead(self, slots: Iterable[StreamSlot | None]) -> Iterator[StreamSlot | None]:
         """The slots, each after its reads are issued; later ones, up to None, are read as memory allows."""
         source, more = iter(slots), True
@@ -238,8 +236,6 @@ class FileReader:
             for start, stop in leaf.pieces(file, first, first + size, _PIECE):
                 parts = [out[start - first : stop - first] for out in outs]
                 yield functools.partial(_read, leaf, file, start, parts)
-
-    # -- fetches ---------------------------------------------------------------------------------------
 
     def fetched(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
         """Copies slices or leaves to the devices; what was not read ahead is read now."""

@@ -179,8 +179,6 @@ class FileRun(HostRun):
         self._store.files.commit(self._step)
         return self._updates.named({i: self._state[i].renewed() for i in self._updates.hosted})
 
-    # -- early tiles -----------------------------------------------------------------------------------
-
     def begin(
         self, bucket: EarlyBucket, at: int | None, arrays: Sequence[jax.Array]
     ) -> dict[int, jax.Array]:
@@ -237,8 +235,6 @@ class FileRun(HostRun):
         early.history = early.history.then(numbers)
         early.arrivals = early.arrivals or [*self._arrived]
         return written
-
-    # -- in the thread ---------------------------------------------------------------------------------
 
     def _update_early(self) -> None:
         ring, files, update = self._store.spec.ring, self._store.files, self._engine.update

@@ -152,8 +152,6 @@ class FileUpdates(HostUpdates):
                 "Keep the state in one of these, as float32, or use memory=jzero.HostCPU(), where XLA "
                 "updates the others."))  # fmt: skip
 
-    # -- what is said of it ----------------------------------------------------------------------------
-
     @property
     def moved(self) -> Sequence[int]:
         """The leaves in files: not parameters in pinned memory."""
@@ -233,8 +231,6 @@ class FileUpdates(HostUpdates):
         gradients = HostNeed("gradients on their way to files", PINNED, arriving)
         return (ring, *super().needs(), gradients)
 
-    # -- a step ----------------------------------------------------------------------------------------
-
     def run(self, state: Sequence[Any], num_steps: int = 0) -> FileRun:
         leaves: list[FileStorage] = [state[i] for i in self.hosted]
         stores = {id(leaf.store): leaf.store for leaf in leaves}
@@ -278,11 +274,7 @@ def tile_bytes(policy: NVMe) -> int:
 def layout_to_read(
     leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
 ) -> TileLayout:
-    """The layout of a file of leaves that nobody updates.
-
-    Of each leaf that layers fetch, `num_slices` along dim 0 are read by themselves: 1 if it is fetched whole,
-    0 if it is not fetched.
-    """
+    """The layout of leaves that nobody updates; layers fetch each in `num_slices`, or not at all (0)."""
     avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
     return of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
 

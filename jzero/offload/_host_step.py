@@ -115,8 +115,6 @@ class HostStep(ListedStep):
             found[var] = Value.of(role, shard) if role else Value.of_gradient(shard)
         return found | (self.layered.gradients if self.layered else {})
 
-    # -- the list --------------------------------------------------------------------------------------
-
     def schedule(self) -> Schedule:
         return Schedule((*waits(self.plan), *self._sections.ops), self.updates.needs())
 
@@ -211,8 +209,6 @@ class HostStep(ListedStep):
             name = "the update of what is stored on the devices"
             yield Run(name, tuple(map(self.name, bucket.takes)), gives, call)
 
-    # -- what is said of it ----------------------------------------------------------------------------
-
     def code_paths(self) -> str:
         return self.updates.code_paths()
 
@@ -229,8 +225,6 @@ class HostStep(ListedStep):
             return sent, host.arrays, *self.in_order(self._made(run), state)
 
         return jax.make_jaxpr(on_devices)(state, arrays)
-
-    # -- a step ----------------------------------------------------------------------------------------
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

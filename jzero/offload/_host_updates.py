@@ -42,13 +42,10 @@ def is_updating() -> bool:
 
 
 class HostRun(HostSide):
-    """The hosts' side of one step; a context: however it is left, none of its work runs any more.
-
-    `pending` is what new leaves of a delayed step wait for (`Pending`).
-    """
+    """The hosts' side of one step; a context: however it is left, none of its work runs any more."""
 
     is_over = is_nested = False
-    pending: Any = None
+    pending: Any = None  # what new leaves of a delayed step wait for (`Pending`)
 
     def __enter__(self) -> Self:
         return self
@@ -93,8 +90,6 @@ class HostUpdates(abc.ABC):
                 self.late = self._left([*self.early.late]) if self.early.buckets else self.host
             step.layered.send_slices(self.early.slices)
             self.set_sends()
-
-    # -- what begins when ------------------------------------------------------------------------------
 
     @property
     def begins_early(self) -> bool:
@@ -151,8 +146,6 @@ class HostUpdates(abc.ABC):
         """How many of each gradient are on the hosts at a time: two if the update is delayed."""
         return 1 if self.delay_after is None else 2
 
-    # -- what is said of it ----------------------------------------------------------------------------
-
     @property
     def moved(self) -> Sequence[int]:
         """The indices of leaves that are updated where optimizer state is stored."""
@@ -194,8 +187,6 @@ class HostUpdates(abc.ABC):
 
     def named(self, made: Mapping[int, Any]) -> dict[Value, Any]:
         return {self.names[i]: x for i, x in made.items()}
-
-    # -- a step ----------------------------------------------------------------------------------------
 
     def pending(self, state: Sequence[Any]) -> tuple[Any, int]:
         """What is `Pending`, and the number of steps since the state was placed."""

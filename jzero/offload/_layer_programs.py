@@ -157,14 +157,12 @@ class LayerPrograms:
         return self.form(var).of_slice.place(self._mesh, PINNED)
 
     def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
-        """A program of one device's values; `outs` are forms, in lists and alone.
-
-        Beside Auto axes, over which XLA would choose, the shardings of outputs with a known form are fixed.
-        """
+        """A program of one device's values; `outs` are forms, in lists and alone."""
         specs = jax.tree.map(lambda form: form.spec, outs, is_leaf=_is_form)
         program = self._planned.shard_map(run, ins, specs)
         if not self._planned.plan.automatic:
             return jax.jit(program, donate_argnums=donate)
+        # Else XLA would choose shardings over Auto axes.
         kept = jax.tree.map(self._kept, outs, is_leaf=_is_form)
         return jax.jit(program, donate_argnums=donate, out_shardings=kept)
 
@@ -455,15 +453,12 @@ class LayerPrograms:
 
     @_once
     def store(self, loop: ScannedLayers, begins: bool) -> Jitted:
-        """`(stacks on the host, slices, i) -> (stacks, done)`, in place; None for stacks if it `begins`.
-
-        Stacks of zeros would be made on the devices, whole, and copied; this way XLA allocates them on the
-        host.
-        """
+        """`(stacks on the host, slices, i) -> (stacks, done)`, in place; None for stacks if it `begins`."""
         ys = loop.made(ON_HOST)
 
         def local(stacks: Arrays | None, new: Arrays, i: jax.Array) -> Arrays:
             lengths = [y.aval.shape[0] for y in ys]
+            # Zeros would be made on the devices, whole, and copied; XLA allocates these on the host.
             made = [empty_stack(n, jax.typeof(x)) for n, x in zip(lengths, new, strict=True)]
             pairs = zip(made if stacks is None else stacks, new, strict=True)
             return [lax.dynamic_update_index_in_dim(x, part, i, 0) for x, part in pairs]

@@ -207,10 +207,7 @@ class LayerSchedule:
             yield Run("", took, gave, _same)
 
     def _fetches_within_programs(self, loop: ScannedLayers) -> bool:
-        """Whether each iteration fetches within its program, where products hide the copies.
-
-        The next iteration's leaves then arrive beside this one's. Programs cannot read files.
-        """
+        """Whether each iteration fetches within its program, which hides copies but cannot read files."""
         pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 

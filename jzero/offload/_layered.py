@@ -190,8 +190,6 @@ class LayeredSegment:
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
 
-    # -- when things are on the host -------------------------------------------------------------------
-
     def arrivals(self) -> dict[Var, int]:
         """After which part each of `sent` is on the host; without those that arrive only at the end."""
         parts = enumerate(self.parts)
@@ -280,8 +278,6 @@ class LayeredSegment:
         made = part.outputs if isinstance(part, StraightStage) else part.eqn.outvars
         sent = part.made(SENT) if isinstance(part, ScannedLayers) else []
         return [v for v in made if v in self._cut.on_host and v not in sent]
-
-    # -- a run -----------------------------------------------------------------------------------------
 
     def here(self, values: Values) -> dict[Value, Any]:
         """The values that the list begins with on the devices."""

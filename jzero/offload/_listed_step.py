@@ -36,10 +36,7 @@ class ListedStep(SegmentedStep):
         self._names = dict(zip(self.invars, map(Value.of_leaf, self.leaves), strict=False))
 
     def cut(self, window: Window, sent: Callable[[Var], bool]) -> None:
-        """Cuts forward and backward in parts, if parameters are stored on the hosts.
-
-        `window` limits how much of them is on the devices; values for which `sent` holds go to pinned memory.
-        """
+        """Cuts forward and backward in parts that fit `window`, if parameters are stored on the hosts."""
         if any(leaf.is_streamed for leaf in self.leaves):
             gradients = [*filter(sent, self.grad.gives)]
             self.layered = LayeredSegment(self.planned, self.grad, gradients, window, self._names)

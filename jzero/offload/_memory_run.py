@@ -41,10 +41,7 @@ Old = list[list[np.ndarray]]
 
 
 class MemoryRun(HostRun):
-    """The updates of one step.
-
-    A leaf is taken before the first byte of it is overwritten: from then on the old state is lost, by name.
-    """
+    """The updates of one step. The old state is lost, by name, before its first byte is overwritten."""
 
     def __init__(self, updates: MemoryUpdates, state: Sequence[Any], num_steps: int):
         self._updates, self._state, self._num_steps = updates, state, num_steps
@@ -91,8 +88,6 @@ class MemoryRun(HostRun):
         hosted = {i: state[i].renewed(self.pending, self._num_steps) for i in others}
         streamed = [i for i in updates.streamed if i not in updates.early_leaves]
         return hosted | renewed(state, streamed, updates.step.leaves)
-
-    # -- early updates ---------------------------------------------------------------------------------
 
     def _begin(self) -> dict[int, jax.Array]:
         taken: dict[int, jax.Array] = {}

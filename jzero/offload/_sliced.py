@@ -143,8 +143,6 @@ class SlicedBucket:
             return [*stacks]
         return [*renewed(olds, self._back, self._planned.plan.leaves).values()]
 
-    # -- programs ------------------------------------------------------------------------------------
-
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
         enter, planned = _conversions.entering(self._planned, variables), self._planned
         passed = map(planned.plan.interface.as_passed, variables)

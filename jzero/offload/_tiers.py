@@ -95,11 +95,8 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
     """The share of optimizer state with which host and devices end together, measured."""
     local = list(mesh.local_devices) if isinstance(mesh, Mesh) else []
     if len(local) != mesh.size:
-        why = (
-            "some of the mesh's devices are other processes'"
-            if local
-            else "the mesh has no devices"
-        )
+        others = "some of the mesh's devices are other processes'"
+        why = others if local else "the mesh has no devices"
         raise OptionError(message(
             WHO, f"HostCPU(ratio='auto'), and {why}",
             "Host and devices are measured in one process, so that all go by one number.",

@@ -77,13 +77,10 @@ class HostUpdate:
         helpers: JobThreads | None = None,
         by: type[BlockLoops] | None = None,
     ):
-        """Traces `update` and compiles its kernels; no memory is known yet.
+        """Traces `update`, unless it is traced, and compiles its kernels; no memory is known yet.
 
-        `update` may be traced already; then `state`, `inputs` (shapes and dtypes of one shard's) and `names`
-        (of the leaves of the state, then of outputs) are not needed. About `portion_bytes` of each shard are
-        read and written until `run` reports outputs; leaves that are updated in one loop are not cut. `by`
-        compiles the loops: LLVM by default, or XLA where that is not installed. Raises a `StateError` if a
-        leaf cannot be updated in place.
+        `state` and `inputs` are shapes and dtypes of one shard; `names` are of the leaves of the state, then
+        of the outputs. About `portion_bytes` of each shard are read and written until `run` reports outputs.
         """
         if not isinstance(update, TracedUpdate):
             update = TracedUpdate(update, state, inputs, names)
@@ -373,19 +370,14 @@ def _copy(
 
 
 def helping_threads(num: int) -> JobThreads:
-    """Threads that wait to help with updates.
-
-    Not `concurrent.futures`, whose `submit` holds locks in Python: Ctrl-C in it leaves them locked, and the
-    next `submit`, or the end of the process, waits for ever. See [Note: interrupts].
-    """
+    # Not `concurrent.futures`, whose `submit` holds locks in Python: Ctrl-C in it leaves them locked, and the
+    # next `submit`, or the end of the process, waits for ever. See [Note: interrupts].
     return JobThreads([NO_BUFFER] * num)
 
 
 def default_threads() -> int:
-    """The processors that this process may use, but for two where more than four are there.
-
-    Two are left to Python, which starts programs and copies meanwhile, and to the devices' runtime.
-    """
+    """The processors that this process may use, but for two where more than four are there."""
     affinity = getattr(os, "sched_getaffinity", None)
     num = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # Two are left to Python, which starts programs and copies meanwhile, and to the devices' runtime.
     return num - 2 if num > 4 else num

@@ -43,10 +43,9 @@ class TiledUpdate(HostUpdate):
             engine.update_tile(shard, tile, memory)    # updates the tile in `memory`, as `layout` says
         engine.end()
 
-    Resident leaves are always in memory, and updated there, range by range beside the others. Outputs that
-    need no state of a tile are in tiles of their own, which need no memory. Gradients may come with tiles,
-    too: behind the state, as `gradients` says, or each by itself, as `needs` says; they are then None among
-    the inputs.
+    Resident leaves are always in memory, and updated beside the others. Tiles of outputs that need no state
+    need no memory. Gradients, None among the inputs, come behind the state, or each by itself, as `needs`
+    says.
     """
 
     def __init__(
@@ -58,20 +57,19 @@ class TiledUpdate(HostUpdate):
     ):  # fmt: skip
         """Compiles like `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
-        All of it must be tileable (`TracedUpdate.untiled`). Leaves and inputs are given by index: `resident`
-        leaves; `lone` leaves, which are also read without the others in their tiles, with their number of
-        slices along dim 0 (1 for a leaf that is read whole); `gradients`, which come behind the state, with
-        the number of slices in which they are made; and `arriving`, which come by themselves, with their
-        number of slices.
+        By index: leaves that are always `resident`; `lone` leaves, which are also read by themselves, and in
+        how many slices along dim 0; gradients behind the state, and `arriving` ones, and in how many slices
+        they are made.
         """
         self._resident, self._lone = tuple(resident), dict(lone or {})
         self._tile_bytes, self._gradients = tile_bytes, dict(gradients or {})
         self._slices = {**self._gradients, **(arriving or {})}
         self._arriving = frozenset(arriving or ())
         super().__init__(update, state, inputs, threads=threads, portion_bytes=portion_bytes)
+        outputs = self._num_operands + self._num_made  # the slot of the first
         self._members = [
             # In the last portion what makes no outputs, so that its tiles may be ordered as they are read.
-            (k if self._makes_outputs(slots) else len(self._portions), loop.program, size, slots)
+            (k if max(slots) >= outputs else len(self._portions), loop.program, size, slots)
             for k, loops in enumerate(self._portions)
             for loop in loops
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
@@ -228,9 +226,6 @@ class TiledUpdate(HostUpdate):
         return Together(
             leaves, itemsizes, size, portion, frozenset(lone), math.lcm(*slices), gradients
         )
-
-    def _makes_outputs(self, slots: Sequence[int]) -> bool:
-        return any(slot >= self._num_operands + self._num_made for slot in slots)
 
     def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> BlockLoops:
         by_program: dict[Any, list[tuple[int, Sequence[int], int]]] = {}

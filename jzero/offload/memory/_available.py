@@ -16,7 +16,8 @@ from jzero._memory_kinds import PINNED, HostNeed
 from jzero._quantities import readable_bytes
 
 ROOT = Path("/")  # tests have another one
-POOLED = ("gpu",)  # backends that pin memory out of a pool of bounded size
+# Backends with one pool of bounded size for all pinned memory of a process (XLA's `GetGpuHostAllocator`).
+POOLED = ("gpu",)
 # By XLA's sources the pool doubles when it grows, so it may take twice what is asked of it.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
@@ -68,10 +69,7 @@ def check(who: str, found: Shortage | None) -> None:
 
 
 def left_in_pool(platform: str) -> int | None:
-    """Bytes that this process can still pin; None if only the host's memory limits them.
-
-    XLA's client for GPUs has one pool for all of a process's devices (`GetGpuHostAllocator`).
-    """
+    """Bytes that this process can still pin; None if only the host's memory limits them."""
     if platform not in POOLED:
         return None
     return max(0, _pool() * 2**30 - pinned_bytes(platform))

@@ -120,8 +120,6 @@ def is_in_files(x: Any, placement: HostPlacement | None, spec: StoreSpec | None)
     storage = storage_of(x)
     if not isinstance(storage, FileStorage):
         return False
-    return (
-        storage.placement == placement
-        if spec is None
-        else storage.aval == (placement, spec.layouts)
-    )
+    if spec is None:
+        return storage.placement == placement
+    return bool(storage.aval == (placement, spec.layouts))

@@ -34,7 +34,7 @@ _gone_on: set[Path] = set()
 
 
 class Filling:
-    """Places leaves of one state in files of their own.
+    """Places leaves of one state in files of their own, or finds them there (`resumed`).
 
     Behaves like::
 
@@ -42,8 +42,6 @@ class Filling:
             filling.start(writes)                       # the commit of each leaf that will be placed
             placed = filling.put(leaf, name, placement)
         # left without error: the files have the state; with one: there are no files
-
-    `resumed` says whether the files had the state already, so that leaves need not be given.
     """
 
     def __init__(self, spec: StoreSpec, paths: Mapping[int, str], in_files: Collection[int]):

@@ -38,11 +38,8 @@ class ExtentAt(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        return (
-            whole_pages(self.extent.nbytes)
-            if self.extent.lone
-            else self.layout.nbytes[self.at.tile]
-        )
+        extent, tile_bytes = self.extent, self.layout.nbytes[self.at.tile]
+        return whole_pages(extent.nbytes) if extent.lone else tile_bytes
 
     def read(self, reader: TileReader, buffer: np.ndarray) -> np.ndarray:
         """Reads it into a buffer of `read_bytes`; returns its bytes there."""

@@ -31,11 +31,8 @@ def of(leaf: Any) -> Write | None:
 
 
 def of_saved(leaves: Sequence[Any]) -> list[Write | None]:
-    """The commit of each leaf of a state that is saved.
-
-    Beside leaves in files it is theirs for all leaves, even those that a user has made since the last step:
-    what is saved together is restored together.
-    """
+    """The commit of each leaf of a state that is saved: beside leaves in files, theirs."""
+    # Even of what a user has made since the last step: what is saved together is restored together.
     in_files = _of_files(leaves)
     return [in_files or of(leaf) for leaf in leaves]
 

@@ -162,14 +162,12 @@ class DirectFile:
             os.ftruncate(self._fd, 0)
 
     def sync(self) -> None:
-        """Returns when all that was written is on the medium; else raises a `StateError`.
-
-        A second try would succeed and mean nothing, since the kernel reports a page that it could not write
-        only once.
-        """
+        """Returns when all that was written is on the medium; else raises a `StateError`."""
         try:
             os.fdatasync(self._fd)
-        except OSError as error:
+        except (
+            OSError
+        ) as error:  # A second try would succeed: the kernel reports a lost page only once.
             raise StateError(message(
                 WHO, f"{self.path} cannot be synced: {error.strerror}",
                 "A step is complete when the disk has all of it.",

@@ -58,16 +58,13 @@ class TileFile:
         return self.file.path
 
     def make(self) -> None:
-        """Reserves the space of the empty file, and writes what it is.
-
-        The second slot is filled with zeros, since a first write into reserved space costs more than any
-        later one; the first slot, when the first step is written.
-        """
+        """Reserves the space of the empty file, and writes what it is."""
         self.file.resize(self.size)
         about = pages(whole_pages(len(self._about)))
         about[: len(self._about)] = np.frombuffer(self._about, np.uint8)
         self.file.write(about, 2 * PAGE, "its description")
         if self._slots == 2 and not self.frozen:
+            # A first write into reserved space costs more than later ones. The first step fills slot 0.
             start = self._places.tiles[1][0] if self._tile_bytes else self.size
             zeros = pages(BLOCK)
             for at in range(start, self.size, BLOCK):
