@@ -90,7 +90,7 @@ class Header(NamedTuple):
 
 
 def checked(page: np.ndarray) -> Header | int | None:
-    """What a page says; the version, if another one; None if it is torn; `Malformed` if it lies."""
+    """What a page says; the version, if another one; None if it is torn. Raises `Malformed` if it lies."""
     first, _, text = page.tobytes().rstrip(b"\0").partition(b"\n")
     if first != f"{_MAGIC} {zlib.crc32(text):08x}".encode():
         return None
