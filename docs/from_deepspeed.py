@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jzero
-from jzero.deepspeed._config import Row
-from jzero.deepspeed._table import KEYS
+from jzero.deepspeed._table import KEYS, Row
 
 PAGE = pathlib.Path(__file__).parent / "from-deepspeed.md"
 TITLE = "## Every key\n"
@@ -34,7 +33,7 @@ def page() -> str:
         section, _, name = key.rpartition(".")
         if text := outcome(row):
             becomes.setdefault(text, []).append(".".join(key.split(".")[-2:]))
-        elif row.refused or (row.note and isinstance(row.note, str)):
+        elif row.refused or (row.note and not row.rule):
             others.setdefault(section, ([], []))[not row.refused].append(name)
     rows = [(names(keys), text) for text, keys in becomes.items()]
     sections = [
@@ -54,8 +53,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def outcome(row: Row) -> str:
     """In a cell of a table; nothing for a key that becomes no option."""
-    note = re.sub("^[^:,]+", r"`\g<0>`", str(row.note).rstrip(".")) if row.options else ""
-    return (row.becomes or note).replace("|", "\\|")
+    if row.rule == "switch":
+        return re.sub("^[^:,]+", r"`\g<0>`", row.note.rstrip("."))
+    return row.note.replace("|", "\\|") if row.rule else ""
 
 
 def names(keys: Iterable[str]) -> str:

@@ -123,12 +123,9 @@ def keys_of(config: Mapping[str, Any], section: str = "") -> list[str]:
     for name, value in config.items():
         key = f"{section}.{name}".lstrip(".")
         key = _table.ALIASES.get(key, key)
-        inside = _table.KEYS[key].inside if key in _table.KEYS else "rows"
-        descends = (
-            isinstance(value, Mapping) and value and (inside == "rows" or key.endswith(".params"))
-        )
-        note = getattr(_table.KEYS.get(key), "note", "")
-        if descends and (not note or callable(note)):
+        row = _table.KEYS.get(key)
+        is_read = row is None or row.is_read or key.endswith(".params")
+        if isinstance(value, Mapping) and value and is_read:
             found += keys_of(value, key)
         elif value is not None:
             found.append(key)

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 SCHEDULE = "schedule"  # the name of the learning rate's schedule in the program
 _COLUMNS = 72  # of a code block in a page
@@ -76,15 +75,12 @@ if __name__ == "__main__":
     main()"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Expression:
-    """A name in Python, or a call of one, and its value.
-
-    `arguments` are those of a call, each with its keyword ("" for positional ones); None for a name.
-    """
+class Expression(NamedTuple):
+    """A name in Python, or a call of one, and its value."""
 
     value: Any
     name: str
+    # Those of a call, each with its keyword, "" for positional ones; None for a name.
     arguments: tuple[tuple[str, Any], ...] | None = None
 
 
@@ -93,14 +89,12 @@ def called(function: Any, *args: Any, **kwargs: Any) -> Expression:
     pairs = (*(("", x) for x in args), *kwargs.items())
     value = None
     if not any(isinstance(x, Expression) and x.value is None for _, x in pairs):
-        value = value_of(function)(
-            *map(value_of, args), **{key: value_of(x) for key, x in kwargs.items()}
-        )
+        given = {key: value_of(x) for key, x in kwargs.items()}
+        value = value_of(function)(*map(value_of, args), **given)
     return Expression(value, _python(function), pairs)
 
 
 def value_of(x: Any) -> Any:
-    """The value of an expression; any other value is itself."""
     return x.value if isinstance(x, Expression) else x
 
 
@@ -139,15 +133,10 @@ def _line(name: str, value: Any) -> str:
 
 
 def _python(x: Any, indent: str = "", before: str = "") -> str:
-    """Its source, in one line if that has room behind `before`, else with an argument a line."""
+    """Its source, in one line if that fits behind `before`, else with an argument a line."""
     if not isinstance(x, Expression):
-        return (
-            name_of(x)
-            if hasattr(x, "__name__")
-            else json.dumps(x)
-            if isinstance(x, str)
-            else repr(x)
-        )
+        named = name_of(x) if hasattr(x, "__name__") else repr(x)
+        return json.dumps(x) if isinstance(x, str) else named
     if x.arguments is None:
         return x.name
     pairs = [(f"{key}=" if key else "", value) for key, value in x.arguments]
@@ -160,9 +149,9 @@ def _python(x: Any, indent: str = "", before: str = "") -> str:
 
 
 def _comments(notes: Mapping[str, str]) -> str:
-    """One for each note; keys of one note that follow one another share it."""
-    return "".join(
-        textwrap.fill(
-            f"{', '.join(keys)}: {note}", _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
-            break_long_words=False, break_on_hyphens=False) + "\n"
-        for note, keys in itertools.groupby(notes, key=lambda key: notes[key]))  # fmt: skip
+    """Consecutive keys with the same note share it."""
+    fill = textwrap.TextWrapper(
+        _COLUMNS, initial_indent="# ", subsequent_indent="#     ", break_long_words=False,
+        break_on_hyphens=False).fill  # fmt: skip
+    shared = itertools.groupby(notes, key=lambda key: notes[key])
+    return "".join(fill(f"{', '.join(keys)}: {note}") + "\n" for note, keys in shared)

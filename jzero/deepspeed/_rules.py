@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
 from jzero._policy import HostCPU, NVMe, PinnedHost
-from jzero.deepspeed._config import AUTO, DTYPES, Config, refuse
-from jzero.deepspeed._python import called, name_of
+from jzero.deepspeed import _schedules, _transforms
+from jzero.deepspeed._python import SCHEDULE, Expression, called, name_of
+from jzero.deepspeed._table import AUTO, DTYPES, Config, Form, refuse
+from jzero.tracing._precision import master_weights
 
-Made = tuple[str, Mapping[str, Any]]  # the note of a key, and options by name
+Made = str | tuple[str, Mapping[str, Any]]  # the note of a key, or that and options by name
 
 ROWS, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATE, CLIP = "gradient_accumulation_steps", "gradient_clipping"
@@ -27,16 +31,17 @@ _OLD = {_OPTIMIZER: f"{_ZERO}.cpu_offload", _PARAM: f"{_ZERO}.cpu_offload_param"
 _OPTIONS = {_OPTIMIZER: "memory.optimizer", _PARAM: "memory.params"}
 _BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing", "compile.offload_activation"
+_QUANTIZED: dict[str, tuple[str, Any]] = {
+    _WEIGHTS: ("comm.gather_dtype", jnp.int8), _GRADIENTS: ("comm.reduce_dtype", jnp.int4)}  # fmt: skip
 _HALVES = "bf16.enabled", "fp16.enabled"
 _AUTOCAST, _AUTOCAST_DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
-LR, COSINE = "optimizer.params.lr", "jzero.deepspeed.warmup_cosine_lr"
-CYCLES = "scheduler.params.cycle_momentum"
+LR, CYCLES = "optimizer.params.lr", "scheduler.params.cycle_momentum"
 
+_NEVER = 2**31 - 1  # apply_if_finite applies what is not finite after so many errors in a row
 _BATCH = f"In DeepSpeed, {ROWS} = {MICRO} * {ACCUMULATE} * devices."
 _ASK = "Say how many devices there are with devices=8."
 _DROP, _STAGE_3 = "Drop one of them.", "Write stage 3, or drop it."
 _INSTEAD, _WHICH = "bfloat16 instead of float16", "write it to say which."
-UNUSED = "Without effect: it is of offload to NVMe, which this configuration does not use."
 LINEAR = (
     "The Hugging Face Trainer would decay it linearly, after warmup_steps: for that write "
     '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", '
@@ -55,7 +60,7 @@ _OFFLOADED = {
 
 
 def batch(c: Config) -> tuple[int | None, int]:
-    """The rows of the whole batch, None if nothing tells, and the number of microbatches of a device."""
+    """The rows of the whole batch, None if unknown, and the number of microbatches."""
     rows, micro, accumulate = (c.get(key) for key in (ROWS, MICRO, ACCUMULATE))
     if rows and micro and c.devices and not accumulate:
         accumulate = max(1, rows // (micro * c.devices))
@@ -85,11 +90,7 @@ def _device(c: Config, section: str) -> str:
 
 
 def check(c: Config) -> None:
-    """Keys do not contradict each other.
-
-    Raises:
-      OptionError: they do.
-    """
+    """Refuses keys that contradict each other."""
     get, says = c.get, c.says
     rows, micro, devices = get(ROWS), get(MICRO), c.devices
     low, zero = says(_STAGE, c.stage < 3), says(_STAGE, c.stage == 0)
@@ -102,8 +103,9 @@ def check(c: Config) -> None:
     ratio = says(_RATIO, get(_RATIO) not in (0, 1))
     autocast, halves = says(_AUTOCAST, get(_AUTOCAST)), [says(key, get(key)) for key in _HALVES]
     float16 = get(_AUTOCAST_DTYPE).removeprefix("torch.") not in ("bfloat16", "bf16")
-    form, scheduler = (x.name if x else None for x in (c.optimizer, c.scheduler))
-    alone = "there is no optimizer" * (form is None)
+    is_lamb = c.optimizer and c.optimizer.function is _transforms.lamb
+    scales = c.scheduler and c.scheduler.function is _schedules.warmup_cosine_lr
+    alone = "there is no optimizer" * (c.optimizer is None)
     # Findings, rule and edit: an error if all of the findings are there, none of them "".
     conflicts = [
         ([f"neither {ROWS} nor {MICRO} is given" * (rows is None and micro is None)], _BATCH,
@@ -146,13 +148,13 @@ def check(c: Config) -> None:
         *(([state, says(CLIP, get(CLIP)), half, says(OVERFLOW, get(OVERFLOW))],
            "The hosts update each shard by itself; whether clipped updates of all are finite is a sum over "
            "the devices.", _DROP) for half in halves),
-        ([state, says("optimizer.type", form == "jzero.deepspeed.lamb")],
+        ([state, says("optimizer.type", is_lamb)],
          "The hosts update each shard by itself; norms of whole parameters are sums over the devices.",
          "Drop offload_optimizer, or use AdamW."),
         ([says("optimizer.params.nesterov", get("optimizer.params.nesterov")),
           says("optimizer.params.momentum", not get("optimizer.params.momentum"))],
          "Nesterov's is a kind of momentum.", "Write the momentum, or drop nesterov."),
-        ([says("scheduler.type", scheduler == COSINE), alone], "It scales the optimizer's lr.",
+        ([says("scheduler.type", scales), alone], "It scales the optimizer's lr.",
          "Write the section optimizer, or drop scheduler."),
         ([says(CYCLES, get(CYCLES)), alone], "It sets the optimizer's betas.",
          "Write cycle_momentum: false, or the section optimizer."),
@@ -172,16 +174,19 @@ def _wrong_product(c: Config) -> str:
 
 
 def rows(c: Config, key: str) -> Made:
-    return f"Give each call of the step the whole batch, {batch(c)[0]} rows.", {}
+    return f"Give each call of the step the whole batch, {batch(c)[0]} rows."
+
+
+def micro(c: Config, key: str) -> Made:
+    return "Follows from the batch, the devices and microbatches: jzero cuts the batch itself."
 
 
 def accumulate(c: Config, key: str) -> Made:
-    num = batch(c)[1]
+    num, follows = batch(c)[1], "Follows from the sizes: " * (key not in c.given)
     if num == 1:
-        return "microbatches=1." if key in c.given else "", {}
-    return "Follows from the sizes: " * (key not in c.given) + (
-        f"microbatches={num}. DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of "
-        "the whole batch."), {"microbatches.num": num}  # fmt: skip
+        return "" if follows else "microbatches=1."
+    note = "DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of the whole batch."
+    return f"{follows}microbatches={num}. {note}", {"microbatches.num": num}
 
 
 def stage(c: Config, key: str) -> Made:
@@ -191,26 +196,28 @@ def stage(c: Config, key: str) -> Made:
 
 
 def groups(c: Config, key: str) -> Made:
-    size, mesh = c.get(key), mesh_axes(c)
+    size = c.get(key)
     if size <= (1 if key == _HPZ else 0):
-        return "Off: parameters are sharded over all devices.", {}
+        return "Off: parameters are sharded over all devices."
     fields = ("params", "optimizer") if key == _MICS else ("params",)
-    options = {f"axes.{field}": "local" for field in fields}
     named = ", ".join(f"{field}='local'" for field in fields)
-    return (
-        f"Axes({named}), on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, "
-        "best those of a node."), options  # fmt: skip
+    note = (
+        f"make {int(size)} devices with fast links between them neighbours, best those of a node."
+    )
+    return f"Axes({named}), on a mesh {mesh_axes(c)}: {note}", {
+        f"axes.{field}": "local" for field in fields
+    }
 
 
 def offload(c: Config, key: str) -> Made:
     section = _PARAM if key.startswith((_PARAM, _OLD[_PARAM])) else _OPTIMIZER
-    device, more = _device(c, section), {}
+    device = _device(c, section)
     if device == "none":
-        is_undone = section == _OPTIMIZER and c.get(_RATIO) == 0
-        if is_undone and c.get(f"{section}.device").lower() != "none":
-            return "Without effect: a ratio of 0 offloads nothing.", {}
-        return "Off: it stays on the devices.", {}
+        is_undone = c.get(f"{section}.device").lower() != "none"
+        nothing = "Without effect: a ratio of 0 offloads nothing."
+        return nothing if is_undone else "Off: it stays on the devices."
     if device == "nvme":
+        more = {}
         if section == _PARAM and any(buffer in c.given for buffer in _BUFFERS):
             # DeepSpeed's buffers have 16-bit parameters.
             more["host_bytes"] = max(int(c.get(_BUFFERS[0]) * c.get(_BUFFERS[1]) * 2), 2**16)
@@ -226,23 +233,29 @@ def offload(c: Config, key: str) -> Made:
 def nvme(c: Config, key: str) -> Made:
     section, _, name = key.rpartition(".")
     if _device(c, section) != "nvme":
-        return UNUSED, {}
-    argument = name if name == "nvme_path" else "host_bytes=..."
-    field = _OPTIONS[section].partition(".")[2]
-    return f"Memory({field}=jzero.NVMe({argument})).", {}
+        return "Without effect: it is of offload to NVMe, which this configuration does not use."
+    field = _OPTIONS[section].removeprefix("memory.")
+    return f"Memory({field}=jzero.NVMe({name if name == 'nvme_path' else 'host_bytes=...'}))."
 
 
 def prefetch(c: Config, key: str) -> Made:
-    elements, size = c.get(key), 2 if c.is_half else 4
-    if elements is None:
-        return "Not set: prefetch_bytes is 256 MiB by default.", {}
+    if c.get(key) is None:
+        return "Not set: prefetch_bytes is 256 MiB by default."
     if c.stage < 3:
-        return f"Without effect at stage {c.stage}: nothing is gathered ahead.", {}
+        return f"Without effect at stage {c.stage}: nothing is gathered ahead."
     if _device(c, _PARAM) != "none":
-        return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.", {}
-    num = int(elements) * size
+        return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead."
+    size = 2 if c.is_half else 4
+    num = int(c.get(key)) * size
     note = f"Comm(prefetch_bytes={num}): that number of elements of {size} bytes."
     return note, {"comm.prefetch_bytes": num}
+
+
+def switch(c: Config, key: str) -> Made:
+    if c.get(key):
+        option, value = _QUANTIZED.get(key, ("memory.activations", called(PinnedHost)))
+        return c.rows[key].note, {option: value}
+    return "Off, as in jzero." if key in _QUANTIZED else "Off: activations stay on the devices."
 
 
 def wire(c: Config, key: str) -> Made:
@@ -254,10 +267,10 @@ def wire(c: Config, key: str) -> Made:
 def sums(c: Config, key: str) -> Made:
     dtype, instead = _dtype(c, key)
     if batch(c)[1] == 1:
-        return "Without effect: there is one microbatch.", {}
-    loss = " The loss that the step returns is added up in it, too, and has its few digits."
-    loss *= dtype != jnp.float32
-    return f"Microbatches(dtype={name_of(dtype)}).{instead}{loss}", {"microbatches.dtype": dtype}
+        return "Without effect: there is one microbatch."
+    if dtype != jnp.float32:
+        instead += " The loss that the step returns is added up in it, too, and has its few digits."
+    return f"Microbatches(dtype={name_of(dtype)}).{instead}", {"microbatches.dtype": dtype}
 
 
 def _dtype(c: Config, key: str) -> tuple[Any, str]:
@@ -270,50 +283,145 @@ def half(c: Config, key: str) -> Made:
     name = key.partition(".")[0]
     if c.get(key):
         scale = f"{_INSTEAD}: it has the range of float32, and needs no loss scale. "
-        scale *= name == "fp16"
-        return (
-            f"{scale}jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the "
-            "parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."), {}  # fmt: skip
+        return (scale if name == "fp16" else "") + (
+            "jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the "
+            "parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`.")  # fmt: skip
     if c.is_half or c.given.get(key) != AUTO:
-        return "Off.", {}
+        return "Off."
     return (
         f"Off, because nothing sets it: parameters have the dtype of your model. {name}=True among auto "
-        "makes them bfloat16, with float32 masters."), {}  # fmt: skip
+        "makes them bfloat16, with float32 masters.")  # fmt: skip
 
 
 def overflow(c: Config, key: str) -> Made:
     if key in c.given:
         skips = "optax.apply_if_finite: a step whose gradients are not finite changes nothing."
-        return skips if c.is_half and c.get(key) else "Off.", {}
+        return skips if c.is_half and c.get(key) else "Off."
     refused = _device(c, _OPTIMIZER) != "none" and c.get(CLIP)
     edit = "jzero cannot with gradient_clipping and offload_optimizer." if refused else _WHICH
     return (
         "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip such a step "
-        f"by default, old ones did not: {edit}") * c.is_half, {}  # fmt: skip
+        f"by default, old ones did not: {edit}") * c.is_half  # fmt: skip
 
 
 def autocast(c: Config, key: str) -> Made:
     said = "In your model: parameters are float32, and its layers cast them and their inputs to bfloat16."
-    return said if c.get(_AUTOCAST) else "Off.", {}
+    return said if c.get(_AUTOCAST) else "Off."
 
 
 def clip(c: Config, key: str) -> Made:
-    norm = c.get(key)
     if key not in c.given:
         return (
             "Missing: nothing is clipped. New versions of DeepSpeed clip at 1.0 by default, old ones did "
-            f"not: {_WHICH}"), {}  # fmt: skip
+            f"not: {_WHICH}")  # fmt: skip
     place = "The chain of the program begins with it. " * (c.optimizer is None)
     return (
-        f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger norm by "
-        "norm + 1e-6, optax by norm.") if norm else "Off.", {}  # fmt: skip
+        f"optax.clip_by_global_norm({float(c.get(key))}). {place}DeepSpeed divides a gradient of a larger "
+        "norm by norm + 1e-6, optax by norm.") if c.get(key) else "Off."  # fmt: skip
+
+
+def params(c: Config, key: str) -> Made:
+    return "Empty." * (not c.get(key))
 
 
 def no_optimizer(c: Config, key: str) -> Made:
     wrap = ", which the program wraps in jzero.master_weights" * c.is_half
-    return "" if c.optimizer else f"Missing: write your own in optax{wrap}.", {}
+    return "" if c.optimizer else f"Missing: write your own in optax{wrap}."
 
 
 def no_scheduler(c: Config, key: str) -> Made:
     constant = f"Missing: the learning rate is constant, {c.get(LR)}. {LINEAR}"
-    return constant if c.optimizer and not c.scheduler else "", {}
+    return constant if c.optimizer and not c.scheduler else ""
+
+
+def chain(c: Config) -> tuple[Expression, Expression | None]:
+    """What updates parameters, and the schedule of its learning rate.
+
+    Without an optimizer the chain has no value: the program's own `make_optimizer()` is in it.
+    """
+    schedule = None if c.scheduler is None else _scheduled(c, c.scheduler, c.scheduler.function)
+    parts = [called(optax.clip_by_global_norm, float(c.get(CLIP)))] if c.get(CLIP) else []
+    if c.optimizer is None:
+        parts += [Expression(None, "make_optimizer", ())]
+    else:
+        parts += _optimizer(c, c.optimizer, schedule)
+    tx = parts[0] if len(parts) == 1 else called(optax.chain, *parts)
+    if c.is_half and c.get(OVERFLOW):
+        tx = called(optax.apply_if_finite, tx, _NEVER)
+    return called(master_weights, tx) if c.is_half else tx, schedule
+
+
+def _scheduled(c: Config, scheduler: Form, function: Callable[..., Any]) -> Expression:
+    given = {"lr": c.get(LR), **c.arguments("scheduler", scheduler)}
+    takes = inspect.signature(function).parameters
+    return called(function, **{name: x for name, x in given.items() if name in takes})
+
+
+def _sets_betas(c: Config) -> bool:
+    return bool(c.get(CYCLES)) and c.optimizer is not None and "betas" in c.optimizer.takes
+
+
+def _optimizer(c: Config, form: Form, schedule: Expression | None) -> list[Expression]:
+    """The optimizer, and before it weight decay, if that is added to the gradients."""
+    function, given, decay = _function(c, form)
+    rate = given.pop("lr")
+    if "betas" in given:
+        b1, b2 = given.pop("betas")
+        given = {"b1": b1, "b2": b2, **given}
+    if c.scheduler is not None and _sets_betas(c):
+        # DeepSpeed's OneCycle sets the second beta, too.
+        given |= {"b1": _scheduled(c, c.scheduler, _schedules.one_cycle_momentum), "b2": 0.99}
+        function = called(optax.inject_hyperparams, function)
+    if schedule is not None:
+        rate = Expression(schedule.value, SCHEDULE)
+    before = [called(optax.add_decayed_weights, decay)] if decay else []
+    return [*before, called(function, rate, **given)]
+
+
+def _function(c: Config, form: Form) -> tuple[Any, dict[str, Any], float]:
+    """An optimizer, its arguments, and the weight decay that is added to the gradients before it."""
+    function, given = form.function, c.arguments("optimizer", form)
+    # torch has weight decay in these by an L2 term.
+    is_l2 = function in (_transforms.adagrad, optax.sgd)
+    if function is optax.adamw:
+        # In DeepSpeed Adam is AdamW unless it says otherwise; only torch's AdamW decays by default.
+        torch, decoupled = given.pop("torch_adam"), given.pop("adam_w_mode", True)
+        given.setdefault("weight_decay", 0.01 if torch and decoupled else 0.0)
+        if not decoupled:
+            function, is_l2 = optax.adam, True
+    if not given.get("momentum", True):
+        given = {key: x for key, x in given.items() if key not in ("momentum", "nesterov")}
+    return function, given, given.pop("weight_decay") if is_l2 else 0.0
+
+
+def optimizer_type(c: Config, key: str) -> Made:
+    assert c.optimizer is not None
+    function, _, decay = _function(c, c.optimizer)
+    return " ".join(filter(None, [
+        f"{name_of(function)}, with DeepSpeed's defaults for what is not given.",
+        "In DeepSpeed Adam is AdamW, unless adam_w_mode is false."
+        * (c.get(key).lower() == "adam" and function is optax.adamw),
+        "Decay is added to the gradients, before the moments." * bool(decay),
+        "The scheduler sets the learning rate." * (c.scheduler is not None),
+        "OneCycle sets both betas, the second to 0.99, unless cycle_momentum is false." * _sets_betas(c),
+        "It has no betas for OneCycle to set." * bool(c.get(CYCLES) and not _sets_betas(c)),
+    ]))  # fmt: skip
+
+
+def scheduler_type(c: Config, key: str) -> Made:
+    assert c.scheduler is not None
+    return f"{name_of(c.scheduler.function)}, by the number of updates made before."
+
+
+def argument(c: Config, key: str) -> Made:
+    """The note on a parameter of the optimizer or the scheduler; one may overrule the other's."""
+    section, _, name = key.partition(".params.")
+    scheduler = c.scheduler and c.scheduler.function
+    if key == LR and scheduler not in (None, _schedules.warmup_cosine_lr):
+        return "Without effect: the scheduler sets the learning rate."
+    if name == "betas" and _sets_betas(c):
+        return "Without effect: OneCycle sets them."
+    if name in ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate") and not _sets_betas(c):
+        why = "the optimizer has no betas." if c.get(CYCLES) else "cycle_momentum is false."
+        return f"Without effect: {why}"
+    return f"{c.get(key)!r}, of {c.get(f'{section}.type')}."

@@ -11,6 +11,7 @@ Arguments have DeepSpeed's names and defaults. A `cycle_second_...` of None is a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -139,12 +140,13 @@ def one_cycle(
     >>> [schedule(n).item() for n in (0, 2, 4, 5, 6, 7)]
     [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
     """
-    sizes = _pair(cycle_first_step_size, cycle_second_step_size)
-    stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
+    height_of = _cycle(
+        cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count,
+        cycle_second_stair_count)  # fmt: skip
     rate = decay_lr_rate / decay_step_size if decay_step_size else 0.0
 
     def schedule(count: Any) -> jax.Array:
-        height, after = _height(count, sizes, stairs)
+        height, after = height_of(count)
         return (cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height) / (1 + rate * after)
 
     return schedule
@@ -166,12 +168,13 @@ def one_cycle_momentum(
     >>> [schedule(n).item() for n in (0, 1, 2, 4, 5, 6, 7)]
     [0.5, 0.875, 0.75, 0.5, 0.75, 1.0, 1.0]
     """
-    sizes = _pair(cycle_first_step_size, cycle_second_step_size)
-    stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
+    height_of = _cycle(
+        cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count,
+        cycle_second_stair_count)  # fmt: skip
     rate = decay_mom_rate / decay_step_size if decay_step_size else 0.0
 
     def schedule(count: Any) -> jax.Array:
-        height, after = _height(count, sizes, stairs)
+        height, after = height_of(count)
         beta = (cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height) * (1 + rate * after)
         # DeepSpeed's constructor sets the least, and its first step the most.
         return jnp.where(_float(count) == 0, cycle_min_mom, beta)
@@ -180,28 +183,28 @@ def one_cycle_momentum(
 
 
 def _warmup(i: jax.Array, num: int, kind: str) -> jax.Array:
-    """How much of the warmup is done at iteration i, from 0; also at i = -1, before the first."""
-    i = jnp.maximum(i, 0.0)
+    i = jnp.maximum(i, 0.0)  # It is -1 before the first update.
     return jnp.log(i + 1) / math.log(num) if kind == "log" else i / num
 
 
-def _height(
-    count: Any, sizes: tuple[float, float], stairs: tuple[int, int]
-) -> tuple[jax.Array, jax.Array]:
-    """How high the cycle is, from 0 to 1, and how many updates came after it."""
-    n, (first, second) = _float(count), sizes
-    up = _stairs(n, first, stairs[0])
-    down = jnp.maximum(_stairs(first + second - n, max(second, 1), stairs[1]), 0.0)
-    height = jnp.where(n >= first + second, 0.0, jnp.where(n <= first, up, down))
-    return height, jnp.maximum(n - first - second, 0.0)
+def _cycle(
+    first: float, second: float | None, first_stairs: int, second_stairs: int | None
+) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
+    """By the number of updates: how high the cycle is, from 0 to 1, and how many updates came after it."""
+    second = first if second is None else second
+    second_stairs = first_stairs if second_stairs is None else second_stairs
 
+    def stairs(n: jax.Array, size: float, num: int) -> jax.Array:
+        return jnp.floor(n * num / size) / num if num else n / size
 
-def _stairs(n: jax.Array, size: float, num: int) -> jax.Array:
-    return jnp.floor(n * num / size) / num if num else n / size
+    def height(count: Any) -> tuple[jax.Array, jax.Array]:
+        n = _float(count)
+        down = jnp.maximum(stairs(first + second - n, max(second, 1), second_stairs), 0.0)
+        height = jnp.where(n <= first, stairs(n, first, first_stairs), down)
+        height = jnp.where(n >= first + second, 0.0, height)
+        return height, jnp.maximum(n - first - second, 0.0)
 
-
-def _pair(first: Any, second: Any) -> tuple[Any, Any]:
-    return first, first if second is None else second
+    return height
 
 
 def _float(count: Any) -> jax.Array:

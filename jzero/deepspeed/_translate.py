@@ -15,9 +15,9 @@ import optax
 from jzero._errors import called_as
 from jzero._groups import grouped
 from jzero._shard_train_step import shard_train_step
-from jzero.deepspeed import _auto, _chain, _check, _python, _rules
-from jzero.deepspeed._config import KINDS, WHO, Config, refuse
+from jzero.deepspeed import _python, _read, _rules
 from jzero.deepspeed._python import called, value_of
+from jzero.deepspeed._table import KINDS, WHO, Config, refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +104,17 @@ def from_deepspeed(
       DeepSpeed's documentation, "DeepSpeed Configuration JSON"; docs/from-deepspeed.md has all keys.
     """
     devices = _checked(devices)
-    c = _check.checked(_auto.filled(_check.read(config), auto), devices)
-    _auto.check(c, auto)
+    c = _read.checked(_read.filled(_read.read(config), auto), devices)
+    _read.check_auto(c, auto)
     _rules.check(c)
     options, notes = _made(c)
-    tx, schedule = _chain.chain(c)
+    tx, schedule = _rules.chain(c)
     values = {name: value_of(x) for name, x in options.items()}
     with called_as(WHO):
         shard_train_step(**values)  # Checks them together; it makes no step without a function.
     rows, mesh_axes = _rules.batch(c)[0], _rules.mesh_axes(c)
     every = c.get("steps_per_print")
-    every = int(every) if KINDS["count"][1](every) else 10
+    every = int(every) if KINDS["count"][1](every) else 10  # Accelerate writes Infinity.
     return Translation(
         MappingProxyType(values), value_of(tx), value_of(schedule), rows,
         MappingProxyType(mesh_axes), MappingProxyType(notes),
@@ -124,19 +124,15 @@ def from_deepspeed(
 
 def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
     """Options, and notes in the order of the configuration; those of missing keys come last."""
-    options: dict[str, Any] = {"stage": c.stage}
-    notes: dict[str, str] = {}
-    missing = [key for key, row in c.rows.items() if row.missing and key not in c.given]
+    options, notes = {"stage": c.stage}, dict[str, str]()
+    missing = [key for key, row in c.rows.items() if "missing" in row.flags and key not in c.given]
     for key in [*(key for key in c.given if key in c.rows), *missing]:
-        row, value = c.rows[key], c.get(key)
-        more: Mapping[str, Any] = {}
-        if callable(row.note):
-            note, more = row.note(c, key)
-        elif row.off and not value:
-            note = row.off
-        else:
-            note, more = row.note or "Empty." * (value in ({}, [])), row.options
-        options |= more
+        row = c.rows[key]
+        note = row.note or "Empty." * (c.get(key) in ({}, []))
+        if row.rule:
+            made = getattr(_rules, row.rule)(c, key)
+            note, more = made if isinstance(made, tuple) else (made, {})
+            options |= more
         if note:
             notes[key] = note
     return grouped(options, called), notes
