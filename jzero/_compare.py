@@ -18,10 +18,10 @@ from jzero.tracing import _call
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far floating-point elements may be apart; everything else must be equal.
+    """How far floats may be apart: `rtol` of the element plus `leaf_rtol` of its leaf's largest element.
 
-    `rtol` of the element plus `leaf_rtol` of its leaf's largest: by the scale of the leaf, so that second
-    moments of 1e-6 are compared as strictly as parameters.
+    The second is relative to the leaf, so that second moments of 1e-6 are compared as strictly as
+    parameters.
     """
 
     rtol: float
@@ -39,7 +39,7 @@ _EXACT = Tolerance(0.0, 0.0)
 
 
 def to_host(tree: Any) -> Any:
-    """NumPy arrays that later donations cannot touch; typed keys become their key data."""
+    """Copies to NumPy arrays, which later donations cannot touch; typed keys become their key data."""
 
     def fetch(leaf: Any) -> np.ndarray:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -52,10 +52,10 @@ def to_host(tree: Any) -> Any:
 def differences(
     actual: Any, desired: Any, name: str, tolerance: Tolerance | None = None
 ) -> Iterator[str]:
-    """A sentence for each leaf of two trees of NumPy arrays that differs; None is by dtype.
+    """Yields a sentence for each leaf that differs; a tolerance of None is that of the leaf's dtype.
 
-    Paths, shapes and dtypes must be the same. Not the structures: theirs hold functions, of which a
-    second `init` makes others.
+    Paths, shapes and dtypes must be the same. Structures need not: they hold functions, which a second `init`
+    creates again.
     """
     found, wanted = (
         dict(zip(_call.leaf_paths(tree, name), jax.tree.leaves(tree), strict=True))
@@ -84,7 +84,7 @@ def _difference(actual: np.ndarray, desired: np.ndarray, tolerance: Tolerance | 
 
 
 def _excess(actual: np.ndarray, desired: np.ndarray, tolerance: Tolerance | None) -> np.ndarray:
-    """For each element, its error in units of what is allowed; infinite where only one is finite."""
+    """Each element's error as a multiple of what is allowed; infinite where only one of the two is finite."""
     if not jnp.issubdtype(desired.dtype, jnp.floating):
         return np.where(actual == desired, 0.0, np.inf)
     allowed = tolerance or TOLERANCES.get(desired.dtype.name, _EXACT)
@@ -98,14 +98,14 @@ def _excess(actual: np.ndarray, desired: np.ndarray, tolerance: Tolerance | None
 
 
 def ulps_apart(a: np.ndarray, b: np.ndarray) -> int | None:
-    """How many steps from one representable number to the next lie between two floating scalars."""
+    """How many representable floats two scalars are apart; None where that has no meaning."""
     if not jnp.issubdtype(a.dtype, jnp.floating) or np.isnan(a) or np.isnan(b):
         return None
     return abs(_ordinal(a) - _ordinal(b))
 
 
 def _ordinal(x: np.ndarray) -> int:
-    """Position of a float among those of its dtype; both zeros are 0."""
+    """The position of a float among those of its dtype; both zeros have position 0."""
     sign = 1 << (8 * x.dtype.itemsize - 1)
     bits = int.from_bytes(x.tobytes(), sys.byteorder)
     return bits if bits < sign else sign - bits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connected components: what is together because it was joined, directly or by way of others."""
+"""Connected components (union-find)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Components(Generic[Node]):
         self._parent: dict[Node, Node] = {}
 
     def of(self, node: Node) -> Node:
-        """The node that stands for the component; another one once more nodes are joined."""
+        """The node that represents the component; it may change when more nodes are joined."""
         path = []
         while (parent := self._parent.get(node, node)) != node:
             path.append(node)
@@ -33,7 +33,6 @@ class Components(Generic[Node]):
         return node
 
     def join(self, a: Node, b: Node) -> None:
-        """Makes one component of those of two nodes."""
         a, b = self.of(a), self.of(b)
         if a != b:
             self._parent[a] = b
@@ -42,7 +41,7 @@ class Components(Generic[Node]):
 def grouped(
     things: Sequence[Thing], keys_of: Callable[[Thing], Iterable[Hashable]]
 ) -> list[list[Thing]]:
-    """The things in groups that have no key in common, each in order; the groups by their first things.
+    """The smallest groups of things such that no key is in two groups. Order is kept.
 
     >>> grouped(["ab", "c", "bd"], set)
     [['ab', 'bd'], ['c']]

@@ -59,7 +59,7 @@ class MismatchError(JzeroError, AssertionError):
 
 @contextlib.contextmanager
 def called_as(who: str) -> Iterator[None]:
-    """What is said of `shard_train_step` meanwhile is said of `who`."""
+    """Within it messages about `shard_train_step` name `who` instead."""
     token = _caller.set(who)
     try:
         yield
@@ -71,7 +71,7 @@ def message(
     who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves",
     shown: int = 20,
 ) -> str:  # fmt: skip
-    """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
+    """Joins the four parts of a message. Several findings become one line each, the first `shown` of them."""
     who = (_caller.get() or who) if who == STEP else who
     if isinstance(found, str):
         return escaped(f"{who}: {found}. {rule} {edit}".rstrip())
@@ -85,7 +85,7 @@ def message(
 
 
 def warn(text: str) -> None:
-    """Warns, as of the line that called jzero; Python shows each text once for a line."""
+    """Warns at the line of the user's code that called jzero; Python shows each text once per line."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -93,7 +93,7 @@ def warn(text: str) -> None:
 
 
 def escaped(text: str, keep: str = "\n\t") -> str:
-    """A text without characters that a terminal obeys or does not show (ESC, a change of direction)."""
+    """Escapes what a terminal obeys or does not show (ESC, a change of direction)."""
     if text.isprintable():
         return text
     return "".join(
@@ -102,7 +102,7 @@ def escaped(text: str, keep: str = "\n\t") -> str:
 
 
 def named(name: str, most: int = 200) -> str:
-    """A name that somebody else chose, in a message: in one line, which is not endless."""
+    """A name chosen by somebody else, as one line of bounded length for a message."""
     name = escaped(name, keep="")
     return name if len(name) <= most else f"{name[: most // 2]}...{name[-most // 2 :]}"
 
@@ -128,11 +128,10 @@ def counted(num: int, one: str, many: str) -> str:
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:
-    """`a, b, c, ...`: the first of some names."""
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])
 
 
 def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:
-    """`state.params['w'] float32[16,32]`, the form a leaf has in every message."""
+    """`state.params['w'] float32[16,32]`: how every message names a leaf."""
     dims = ",".join(str(size) for size in shape)
     return f"{path} {dtype}[{dims}]"

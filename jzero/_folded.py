@@ -13,24 +13,17 @@ _SHOWN = 6  # of the words in one pair of braces
 
 
 class Folded(NamedTuple):
-    """Several names in one.
-
-    Attributes:
-      text: `params['h_{0..11}']['{bias,scale}']`.
-      num: how many names it stands for.
-    """
-
-    text: str
-    num: int
+    text: str  # params['h_{0..11}']['{bias,scale}']
+    num: int  # of the names that it stands for
 
 
 Choices = tuple[str, ...]  # what may stand in one place of a name
 
 
 def folded(names: Iterable[str]) -> list[Folded]:
-    """Names that differ in numbers, or in whole words, as one; in the order of their first.
+    """Merges names that differ only in numbers or whole words; in the order of their first.
 
-    Only what a name with braces says, all combinations, is folded into it:
+    Names are merged only if a group has all combinations that the braces say:
 
     >>> [each.text for each in folded(["h_0.w", "h_1.w", "h_2.w", "h_4.w", "h_0.b", "h_1.b"])]
     ['h_{0..2,4}.w', 'h_{0,1}.b']
@@ -56,7 +49,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def _taken_apart(name: str) -> tuple[tuple[str, ...], tuple[Choices, ...]]:
-    """The text around the places of a name, each with its kind, and what stands in them."""
+    """Splits a name into its fixed text and the numbers and words that may vary."""
     fixed, places, end = [], [], 0
     for start, stop in _places(name):
         fixed.append(name[end:start] + ("#" if _is_number(name[start]) else "$"))
@@ -66,7 +59,7 @@ def _taken_apart(name: str) -> tuple[tuple[str, ...], tuple[Choices, ...]]:
 
 
 def _places(name: str) -> Iterator[tuple[int, int]]:
-    """Where numbers are, and words without any."""
+    """The spans of numbers, and of words without any digit."""
     for word in _WORD.finditer(name):
         numbers = list(re.finditer(r"[0-9]+", word.group()))
         spans = [match.span() for match in numbers] or [(0, len(word.group()))]
@@ -74,7 +67,7 @@ def _places(name: str) -> Iterator[tuple[int, int]]:
 
 
 def _joined(fixed: Sequence[str], entries: list[tuple[Choices, ...]]) -> list[tuple[Choices, ...]]:
-    """Entries that are equal in all places but one become one; numbers first, as layers have them."""
+    """Merges entries that are equal in all places but one; numbers first, since layers have them."""
     for at in sorted(range(len(fixed) - 1), key=lambda at: fixed[at][-1]):
         groups: dict[tuple[tuple[Choices, ...], tuple[Choices, ...]], list[Choices]] = {}
         for places in entries:
@@ -104,7 +97,7 @@ def _is_number(text: str) -> bool:
 
 
 def _runs(numbers: Sequence[str]) -> Iterator[str]:
-    """`0..3`, `7` of 0, 1, 2, 3, 7."""
+    """`["0..3", "7"]` for 0, 1, 2, 3, 7."""
     run: list[str] = []
     for text in [*numbers, ""]:
         if run and not (text and int(text) == int(run[-1]) + 1):

@@ -15,7 +15,7 @@ from jzero._errors import OptionError, message
 
 
 class _OfInit:
-    """`__signature__` of a class: that of `__init__`; Sphinx would show that of `__new__`."""
+    """`__signature__` of a class: that of `__init__`, since Sphinx would show that of `__new__`."""
 
     def __get__(self, instance: object, owner: Any) -> inspect.Signature:
         found = inspect.signature(owner.__init__)
@@ -23,12 +23,12 @@ class _OfInit:
 
 
 class GivenFields:
-    """Base of frozen dataclasses of options, which are printed with the fields that are not as by default."""
+    """Base of frozen dataclasses of options; `repr` shows the fields that differ from their defaults."""
 
     __signature__ = _OfInit()
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuses fields that there are not, of which Python's own error says no more than the name."""
+        """Refuses unknown fields with a better message than Python's own."""
         fields: list[str] = [*cls.__dataclass_fields__]  # type: ignore[attr-defined]
         if unknown := [name for name in given if name not in fields]:
             like = [x for name in unknown for x in difflib.get_close_matches(name, fields, 1)]
@@ -46,7 +46,7 @@ class GivenFields:
     def _make_int(
         self, name: str, least: int, rule: str, edit: str, most: int | None = None
     ) -> None:
-        """Makes a field an int, unless it is None by default, and None."""
+        """Makes a field an int; None is left where it is the default."""
         fields: dict[str, Any] = type(self).__dataclass_fields__  # type: ignore[attr-defined]
         if getattr(self, name) is not None or fields[name].default is not None:
             make_int(self, type(self).__name__, name, least, most, rule, edit)
@@ -61,7 +61,7 @@ class GivenFields:
 
 
 def given_fields(group: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as by default."""
+    """The fields of a dataclass that differ from their defaults."""
     values = {x.name: (getattr(group, x.name), x.default) for x in dataclasses.fields(group)}
     return {
         name: value for name, (value, default) in values.items()
@@ -72,11 +72,7 @@ def given_fields(group: Any) -> dict[str, Any]:
 def make_int(
     options: Any, who: str, name: str, least: int, most: int | None, rule: str, edit: str
 ) -> None:
-    """Makes a field of frozen options an int, of NumPy's, too.
-
-    Raises:
-      OptionError: it is none, a bool, or not from `least` to `most`.
-    """
+    """Makes a field of frozen options an int, also from NumPy's; refuses bools and what is out of range."""
     value = getattr(options, name)
     try:
         num = None if isinstance(value, bool) else operator.index(value)
@@ -88,5 +84,4 @@ def make_int(
 
 
 def shown(value: Any) -> str:
-    """A field in a message; a dtype by its name."""
     return repr(value.name if isinstance(value, np.dtype) else value)

@@ -10,7 +10,7 @@ from typing import Any
 def groups(
     things: Iterable[Any], limit: int, nbytes: Callable[[Any], int] = lambda thing: thing.nbytes
 ) -> Iterator[list[Any]]:
-    """As many things in turn as have `limit` bytes together, and at least one; none if there are none."""
+    """Cuts a sequence into consecutive groups of at most `limit` bytes, or of one thing that has more."""
     group: list[Any] = []
     held = 0
     for thing in things:

@@ -41,33 +41,24 @@ class Use:
         use = Use(who, state, consumes=True)
         place the state                     # reads it
         with use.running:                   # a lock of the interpreter's own: no interrupt leaves it locked
-            use.claim(leaves)               # refused if another call that runs consumes one of them
+            use.claim(leaves)               # refused if another running call consumes one of them
             run the step
 
     A step that consumes its state waits for evaluations that read it: JAX 0.10.2 crashes where one thread
     donates an array with which another one just starts a program. An evaluation waits for nobody.
-
-    Attributes:
-      running: held while leaves are claimed.
     """
 
     def __init__(self, who: str, state: Any, *, consumes: bool):
-        """Before anything of the state is looked at.
-
-        Args:
-          who: uses it.
-          state: a tree, for messages.
-          consumes: whether its leaves will be consumed.
-        """
+        """To be made before the state is looked at; `state` is a tree, whose paths messages name."""
         self._who, self._state, self._consumes = who, state, consumes
-        self.running = _thread.allocate_lock()
+        self.running = _thread.allocate_lock()  # held while leaves are claimed
         self._thread = _thread.get_ident()
         self._leaves: Sequence[Any] = ()
         # What runs already may consume leaves at any time.
         self._seen = _num_consumed if not _claims else -1
 
     def claim(self, leaves: Sequence[Any]) -> None:
-        """Says that these leaves are used as long as it is `running`; None stands for those that are not.
+        """Registers the leaves as used while `running` is held; None stands for a leaf that is not used.
 
         Raises:
           StateError: another call consumes them, or has consumed them since this one began.
@@ -87,11 +78,11 @@ class Use:
                 pass
 
     def consumed(self, kept: Iterable[Any]) -> None:
-        """Deletes the leaves that it has claimed, but for those that are `kept` as they are.
+        """Deletes the claimed leaves except `kept`, after programs have donated them.
 
-        Programs have donated them. What JAX then leaves alive differs between releases (see [Note: what JAX
-        0.10 leaves alive]): an array of which NumPy has a view, or only on some devices, so that a program
-        with it runs on some devices, which wait for the others for ever.
+        What JAX leaves alive then differs between releases (see [Note: what JAX 0.10 leaves alive]): an array
+        that NumPy views, or an array on some devices only. A program that takes such an array runs on some
+        devices, which wait for the others for ever.
         """
         if _array_memory.DELETES_DONATED and all(map(_DELETED, self._leaves)):
             return  # Nearly always; to delete them again would cost ten times this.
@@ -101,7 +92,7 @@ class Use:
             _array_memory.let_go(self._leaves)
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
-        """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""
+        """Running calls that read some of these leaves, to wait for; refuses if a call consumes some."""
         if not _claims:
             return []
         found = []
@@ -119,12 +110,9 @@ class Use:
     def explained(
         self, error: Exception, leaves: Sequence[Any], arrays: Mapping[str, Any]
     ) -> StateError | None:
-        """What is to be said instead of an error about arrays that a step has consumed.
+        """The error to raise instead of JAX's about a consumed array, which does not name the argument.
 
-        Args:
-          error: of JAX, or of an array of jzero's, which does not know what argument it is.
-          leaves: of the state; another thread may have consumed some meanwhile.
-          arrays: the arguments beside the state, by name.
+        `arrays` are the arguments beside the state, by name. None: the error is about something else.
         """
         said = str(error)
         if "were already donated" in said or not (
@@ -142,7 +130,7 @@ class Use:
         return self._consumed(leaves)
 
     def _is_contended(self) -> bool:
-        """Whether other calls may have consumed anything since this one began."""
+        """Whether another call may have consumed anything since this one began."""
         return _num_consumed != self._seen
 
     def _refused(self, does: str, found: Sequence[bool], other: Use) -> StateError:
@@ -161,7 +149,6 @@ class Use:
         return StateError(message(self._who, found, "A step consumes its state.", edit))
 
     def _named(self, found: Sequence[bool]) -> str:
-        """So many leaves, and the paths of some."""
         return _named(_call.leaf_paths(self._state, "state"), found)
 
 

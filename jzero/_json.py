@@ -37,21 +37,21 @@ _KINDS = {str: "a text", int: "an integer", float: "a number with a fraction", b
 
 
 class Malformed(Exception):
-    """What is wrong with a file; its arguments are findings."""
+    """A file that is no JSON or out of bounds; its arguments are findings."""
 
 
 class NotRegular(OSError):
-    """What is there is no file: a directory, a pipe, a device, or a link where none belongs."""
+    """A path that is no file: a directory, a pipe, a device, or a link where none is allowed."""
 
 
 class Maybe(NamedTuple):
-    """The form of what may be missing or null."""
+    """A form whose value may be missing or null."""
 
     form: Any
 
 
 def read(who: str, path: str | Path, form: Any = None, *, follow: bool = True) -> Any:
-    """What a JSON file says, if it has the form; see `check`, and for `follow` `open_regular`.
+    """The value of a JSON file of the given form (see `check`); `follow` is as in `open_regular`.
 
     Raises:
       CheckpointError: it cannot be read, is no JSON, or has another form.
@@ -60,11 +60,6 @@ def read(who: str, path: str | Path, form: Any = None, *, follow: bool = True) -
 
 
 def read_bytes(who: str, path: str | Path, *, follow: bool = True) -> bytes:
-    """A file of at most `MAX_BYTES`.
-
-    Raises:
-      CheckpointError: it cannot be read, or is larger.
-    """
     try:
         with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
@@ -77,11 +72,7 @@ def read_bytes(who: str, path: str | Path, *, follow: bool = True) -> bytes:
 
 
 def decode(who: str, path: str | Path, data: bytes, form: Any = None) -> Any:
-    """What the bytes of a JSON file say, if it has the form; see `check`.
-
-    Raises:
-      CheckpointError: they are no JSON, or have another form.
-    """
+    """The value of a JSON file's bytes, checked as in `read`."""
     try:
         value = parse(data)
     except Malformed as error:
@@ -94,14 +85,9 @@ def decode(who: str, path: str | Path, data: bytes, form: Any = None) -> Any:
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
-    """Opens a file for reading; a pipe would wait for a writer, and a device may never end.
+    """Opens a regular file; a pipe would wait for a writer, and a device may never end.
 
-    Args:
-      path: of the file.
-      follow: whether a link to a file is one, as in Hugging Face's cache.
-
-    Raises:
-      OSError: it cannot be opened, or is no regular file.
+    `follow` accepts a link to a file, as Hugging Face's cache has them. An OSError says what else it is.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -117,11 +103,7 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
 
 
 def parse(data: bytes, what: str = "it", infinities: bool = False) -> Any:
-    """The value of JSON in UTF-8, which findings call `what`; with `Infinity` where it is asked for.
-
-    Raises:
-      Malformed: it is something else, or out of bounds.
-    """
+    """The value of JSON in UTF-8, which findings call `what`; `infinities` accepts `Infinity`."""
     _check_nesting(data, what)
     try:
         value = json.loads(
@@ -139,17 +121,16 @@ def parse(data: bytes, what: str = "it", infinities: bool = False) -> Any:
 
 
 def check(value: Any, form: Any) -> list[str]:
-    """What of a value has not the form; all of it.
+    """What in a value does not have the form; all findings.
 
-    A form is a type; a `Maybe`; a list of one form, which all items have; `{str: form}`, which all values
-    have; a dict with a form for each key, beside which there may be others; or a tuple of forms, of which it
-    has one.
+    A form is a type; a `Maybe`; a list of one form, for all items; `{str: form}`, for all values; a dict with
+    a form for each key (other keys are ignored); or a tuple of forms, one of which must fit.
     """
     return list(_problems(value, form, ""))
 
 
 def shown(value: Any) -> str:
-    """A value in a message: of a large or deep one, its beginning."""
+    """A value in a message; a large or deep one is abbreviated."""
     return _short.repr(value)
 
 
@@ -169,7 +150,7 @@ def _refused(
 
 
 def _check_nesting(data: bytes, what: str) -> None:
-    """Before the parser recurses, and makes its values."""
+    """Bounds depth and size before the parser recurses and allocates."""
     _check_number(data.count(b'"') // 2, what)
     bare = _STRINGS.sub(b"", data)
     brackets = np.frombuffer(bare.translate(None, _NO_BRACKETS), np.uint8)
@@ -230,7 +211,7 @@ def _problems(value: Any, form: Any, where: str) -> Iterator[str]:
 
 
 def _is(value: Any, kind: type, where: str) -> list[str]:
-    """Whether it is exactly that: true is no integer."""
+    """A finding unless the type is exact: true is no integer."""
     if type(value) is kind:
         return []
     return [f"{where or 'it'} is {shown(value)}, not {_KINDS[kind]}"]
@@ -253,6 +234,6 @@ def _items(pairs: Any, form_of: Callable[[Any], Any], where: str) -> Iterator[st
 
 
 def _at(where: str, key: str | int) -> str:
-    """`custom_metadata.roles.'params/w'`: of what is named by others, the quotes say where it ends."""
+    """`custom_metadata.roles.'params/w'`; quotes show where a name that others chose ends."""
     name = str(key) if isinstance(key, int) or key.isidentifier() else shown(key)
     return f"{where}.{name[:100]}".lstrip(".")

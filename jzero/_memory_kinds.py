@@ -7,14 +7,8 @@ DEVICE, PINNED, HOST, NVME = "device", "pinned_host", "host", "nvme"
 
 
 class HostNeed(NamedTuple):
-    """Memory of the devices' host that is about to be taken.
+    """Memory of the devices' host that is about to be allocated."""
 
-    Attributes:
-      what: that will be there: 'optimizer state', 'parameters', 'gradients', 'activations'.
-      tier: 'pinned_host' or 'host'.
-      nbytes: of all devices of this process, or of one, as who gives it says.
-    """
-
-    what: str
-    tier: str
-    nbytes: int
+    what: str  # 'optimizer state', 'parameters', 'gradients' or 'activations'
+    tier: str  # 'pinned_host' or 'host'
+    nbytes: int  # of all devices of this process, or of one, as the caller says

@@ -48,7 +48,7 @@ MOVED = {
 
 
 def new_line(moved: Sequence[str], given: Mapping[str, Any]) -> str:
-    """`Write microbatches=jzero.Microbatches(4, reduce='once').`, of old options among what was given."""
+    """`Write microbatches=jzero.Microbatches(4, reduce='once').`, for old options among `given`."""
     written, whole = dict[str, str](), dict[str, list[Any]]()
     for name in moved:
         option, _, field = MOVED[name].partition(".")
@@ -67,7 +67,7 @@ def new_line(moved: Sequence[str], given: Mapping[str, Any]) -> str:
 
 
 def _fields(option: str, given: Any) -> dict[str, Any]:
-    """What a user gave of a group beside its old names."""
+    """What the user gave of a group under its new name."""
     kind, short = GROUPS[option]
     if given is None or not (short or isinstance(given, kind)):
         return {}
@@ -81,14 +81,14 @@ def _call(kind: type[Any], *first: str, **fields: str) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Arguments of the state: by position or name, one or several, or none."""
+    """Names or positions of arguments as a list."""
     if value is None:
         return []
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _value(name: str, value: Any) -> str:
-    """A value as Python, as the new option takes it."""
+    """A value as Python source for the new option."""
     if name == "layer_major":
         return repr("layer" if value else "microbatch")
     if name == "tile_bytes" and isinstance(value, str):

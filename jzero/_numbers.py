@@ -125,7 +125,7 @@ class Rates(GivenFields):
 def _parse(
     group: Any, names: tuple[str, ...], parse: Callable[[object], int | None], rule: str
 ) -> None:
-    """Makes numbers of what was given."""
+    """Replaces the given fields by parsed integers."""
     given = {name: x for name, x in given_fields(group).items() if name in names}
     found = {name: parse(value) for name, value in given.items()}
     if bad := [name for name, n in found.items() if n is None]:

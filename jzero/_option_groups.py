@@ -255,11 +255,7 @@ class Axes(GivenFields):
 
 
 def blocks_of(who: str, option: str, value: Any) -> Blocks:
-    """The quantized format that a user names by a dtype, or as such.
-
-    Raises:
-      OptionError: it is none.
-    """
+    """The quantized format that a dtype, its name or a `Blocks` stands for."""
     if isinstance(value, Blocks):
         return value
     if code_name(value) is None:
@@ -271,7 +267,6 @@ def blocks_of(who: str, option: str, value: Any) -> Blocks:
 
 
 def microbatches_of(who: str, given: Any) -> Microbatches:
-    """`microbatches=`: a group, or a number of them."""
     if isinstance(given, Microbatches):
         return given
     try:
@@ -284,7 +279,7 @@ def microbatches_of(who: str, given: Any) -> Microbatches:
 
 
 def comm_of(who: str, given: Any, evaluates: bool = False) -> Comm:
-    """`comm=`: a group; of an evaluation, without what only a training does."""
+    """`comm=` as a `Comm`; refuses what an evaluation does not do."""
     if not isinstance(given, Comm | None):
         raise OptionError(message(
             who, f"comm={given!r}", "It is a jzero.Comm.", "Write comm=jzero.Comm(gather_dtype=jnp.int8)."
@@ -301,19 +296,18 @@ def comm_of(who: str, given: Any, evaluates: bool = False) -> Comm:
 
 
 def refuse_fields(who: str, group: Any, names: Sequence[str], rule: str) -> None:
-    """Refuses fields of a group that are not as by default, where they would have no effect."""
+    """Refuses fields that would have no effect, unless they have their defaults."""
     if given := {name: x for name, x in given_fields(group).items() if name in names}:
         fields = ", ".join(f"{name}={shown(x)}" for name, x in given.items())
         raise OptionError(message(who, f"{type(group).__name__}({fields})", rule, "Drop it."))
 
 
 def axes_of(given: Any) -> Axes:
-    """`axes=`: a group, or the names of the data axes."""
     return given if isinstance(given, Axes) else Axes(given)
 
 
 def _axis_tuple(field: str, names: Any) -> tuple[str, ...] | None:
-    """`("local",)` of `"local"`; None stays None, which means all axes."""
+    """`("local",)` for `"local"`; None, for all axes, stays None."""
     if names is None:
         return None
     found = tuple(names) if isinstance(names, list | tuple) else (names,)
@@ -325,7 +319,7 @@ def _axis_tuple(field: str, names: Any) -> tuple[str, ...] | None:
 
 
 def _reduce_dtype(given: Any) -> Any:
-    """A float dtype as it is; quantized formats as `Blocks`, of several axes as pairs."""
+    """A float dtype unchanged; quantized formats as `Blocks`, and a dict of them as pairs."""
     pairs = given.items() if isinstance(given, Mapping) else given
     if isinstance(given, Mapping | tuple):
         return tuple(
@@ -346,7 +340,7 @@ def _check_choice(group: Any, name: str, known: Sequence[Any], edit: str) -> Non
 
 
 def _make_float_dtype(group: Any, name: str, more: str = "") -> None:
-    """Makes a field a NumPy dtype, by whatever name it was given, so that equal groups compare equal."""
+    """Makes a field a NumPy dtype, whatever it was named by, so that equal groups compare equal."""
     if (given := getattr(group, name)) is None:
         return
     rule, edit = (
@@ -377,7 +371,7 @@ def _check_pattern(name: str, pattern: Any) -> None:
 
 
 def _check_specs(auto_specs: Sequence[tuple[str, Any]]) -> None:
-    """Refuses specs that no leaf of any mesh can be stored by."""
+    """Refuses specs by which no leaf can be stored on any mesh."""
     bad = [
         f"auto_specs[{p!r}] is {a_type(s)}"
         for p, s in auto_specs

@@ -14,12 +14,6 @@ from jzero.sharding.plan._options import Options
 def options_of(
     who: str, stage: Any, microbatches: Any, memory: Any, comm: Any, axes: Any, **more: Any
 ) -> Options:
-    """The options that a user gave as groups or in their short forms.
-
-    Raises:
-      OptionError: one cannot be obeyed.
-      MeshError: axes are no names.
-    """
     return Options(
         stage, microbatches_of(who, microbatches), comm_of(who, comm), axes_of(axes),
         offload=backend_of(who, memory_of(who, memory)), who=who, **more,

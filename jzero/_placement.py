@@ -31,11 +31,7 @@ from jzero.tracing import _call, _jax_state, _weak
 
 
 class Placement:
-    """Where the state of one step is stored, by its programs or, before there is one, by its shapes.
-
-    Attributes:
-      programs: the step's.
-    """
+    """Where the state of one step is stored: by its programs, or before there are any by its shapes."""
 
     def __init__(self, programs: Programs):
         self.programs = programs
@@ -49,9 +45,9 @@ class Placement:
     def leaf_plans(
         self, state: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state is stored, as far as it is known: see `ShardedStep.state_shardings`.
+        """The plan of each leaf as far as it is known (see `ShardedStep.state_shardings`), and its sharding.
 
-        The shardings are those of stored leaves, of the shape `LeafPlan.padded_shape`.
+        The shardings are those of stored leaves, of shape `LeafPlan.padded_shape`.
         """
         signature, config = self.programs.signature, self.programs.config
         plans: tuple[LeafPlan, ...] | None
@@ -82,7 +78,7 @@ class Placement:
         return plans, _program.shardings_of(plans, config.mesh)
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
-        """Where each leaf of a state goes; from `leaf_plans` or a program."""
+        """The places for these plans and shardings; the last ones are remembered."""
         self.check_devices("called")
         known = self._places
         if known is None or known[0] is not plans or known[1] is not shardings:
@@ -94,7 +90,7 @@ class Placement:
         return known[2]
 
     def check_devices(self, how: str) -> None:
-        """Refuses what needs devices on a mesh that has none."""
+        """Refuses an abstract mesh."""
         if not isinstance(self.programs.config.mesh, Mesh):
             raise MeshError(message(
                 _call.WHO, f"the mesh is abstract, and the step is {how}",
@@ -106,10 +102,10 @@ class Placement:
         self, state: Any, leaves: Sequence[Any], plans: tuple[LeafPlan, ...],
         shardings: Sequence[NamedSharding], who: str = "shard", needs: Sequence[HostNeed] = (),
     ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan stores them; those that are None here stay None.
+        """Puts the leaves where the plan stores them; leaves that are None stay None.
 
-        If the host has room for them, and for what a step `needs` there besides. Quantized ones come as a
-        `LeafArray`.
+        Checks that the host has memory for them, and for what a step `needs` besides. Quantized leaves are
+        returned as `LeafArray`.
         """
         _placing.check_alive(state, leaves, who)
         places = self.places(plans, shardings)
@@ -139,7 +135,7 @@ class Placement:
         return placed
 
     def _check_codes(self, who: str, leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> None:
-        """Refuses quantized leaves in training, and unquantized ones where weight_dtype was declared."""
+        """Refuses quantized leaves in training, and unquantized ones where `weight_dtype` was given."""
         pairs = list(zip(leaves, plans, strict=True))
         codes = [plan.path for x, plan in pairs if is_coded(x) and plan.codes is None]
         if codes:
@@ -163,7 +159,7 @@ class Placement:
         places: Sequence[Place],
         leaves: Sequence[Any] | None = None,
     ) -> Filling | None:
-        """New files for the leaves that are stored in some; None if none is, or all are there already."""
+        """New files for the leaves that are stored in files; None if none is, or all are written already."""
         config = self.programs.config
         away = [
             i for i, plan in enumerate(plans)
@@ -187,7 +183,7 @@ class Placement:
         return Filling(spec, there, away)
 
     def wrap(self, leaves: list[Any], plans: Sequence[LeafPlan]) -> list[Any]:
-        """What a program returns as a user gets it; `_placing.wrap`, which looks at every leaf."""
+        """Like `_placing.wrap`, but remembers which leaves of the last plan need a `LeafArray`."""
         if self._wrapped[0] is not plans:
             wrapped = [
                 (i, plan.shape)
@@ -203,7 +199,7 @@ class Placement:
         self, who: str, plans: Sequence[LeafPlan], needs: Sequence[HostNeed],
         sections: Callable[[], _agreement.Sections],
     ) -> None:  # fmt: skip
-        """Every process is about to make the same state, and each has memory for what it `needs` of it."""
+        """Checks across processes that all make the same state, and that each has the memory it `needs`."""
         config = self.programs.config
         shortage = _available.shortage(needs, config.mesh)
         memory = shortage.found if shortage else "enough"
@@ -213,7 +209,7 @@ class Placement:
         _available.check(who, shortage)
 
     def inputs(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]] | None:
-        """The program of a call, and state and arguments in their places; None under an outer `jax.jit`."""
+        """The program of a call, its placed state and its placed arguments; None under an outer `jax.jit`."""
         ready = self.repeated(call)
         # A step that was made under an outer `jax.jit`, or `jax.grad`, may read values of it.
         if ready is None and (
@@ -227,7 +223,7 @@ class Placement:
         return program, state, arrays
 
     def repeated(self, call: FlatCall) -> tuple[Program, list[Any]] | None:
-        """The program of a call and its state in place, if the call is like the one before."""
+        """Program and placed state if the call is like the one before; the fast path."""
         last = self._last
         state = None if last is None else last.state(call)
         if last is None or state is None:
@@ -236,7 +232,7 @@ class Placement:
         return last.program, state
 
     def ready(self, call: FlatCall) -> tuple[Program, list[Any]]:
-        """The same of any call: its program, on which all processes agree, and its state, placed."""
+        """Program, on which all processes agree, and placed state of any call."""
         _check_values(call)
         program = self.programs.agreed(call.call, call.config)
         plan, unread = program.plan, program.plan.unread
@@ -253,13 +249,13 @@ class Placement:
         return program, state
 
     def _new_needs(self, program: Program) -> list[HostNeed]:
-        """What a step needs on the host while it runs, beyond what one before it has needed."""
+        """Host memory that this program needs beyond what an earlier one has needed."""
         needs = [(need, need.nbytes - self._met[need[:2]]) for need in program.host_needs()]
         return [need._replace(nbytes=more) for need, more in needs if more > 0]
 
 
 def _check_values(call: FlatCall) -> None:
-    """Refuses shapes where a step runs."""
+    """Refuses `ShapeDtypeStruct`s in a call."""
     for leaves, cls, paths_of in (
         (call.state, StateError, lambda: _call.leaf_paths(call.call.state, "state")),
         (call.arrays, BatchError, lambda: _call.argument_paths(call.call.arrays)),

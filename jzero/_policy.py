@@ -20,7 +20,7 @@ _THREADS = (
 
 
 class Policy(GivenFields):
-    """Which memory holds something. Of one that is given to a step, a `Backend` says what follows."""
+    """Which memory holds something. What a step does about it is up to a `Backend`."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -314,7 +314,7 @@ class NVMe(Policy):
 
 
 def _float(x: Any) -> float | None:
-    """A float, of NumPy's, too; None if it is none."""
+    """A float, also from NumPy's; None if it is none."""
     if isinstance(x, bool | str):
         return None
     try:
@@ -398,11 +398,7 @@ class Memory(GivenFields):
 
 
 def memory_of(who: str, given: Any, short: str = "optimizer") -> Memory:
-    """`memory=`: a group, or a policy of what `short` names.
-
-    Raises:
-      OptionError: it is neither.
-    """
+    """`memory=` as a `Memory`; a policy alone is that of the field `short`."""
     if isinstance(given, Memory | None):
         return given or Memory()
     return Memory(**{short: _policy(who, "memory", given)})

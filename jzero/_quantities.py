@@ -42,7 +42,7 @@ def parse_rate(value: object) -> int | None:
 
 
 def parse_bandwidth(value: object) -> int | None:
-    """450 billion of `"450GB/s"`, 12.5 billion of `"100Gb/s"`, as networks are stated; else None."""
+    """450 billion for `"450GB/s"`, 12.5 billion for `"100Gb/s"`, as networks are specified; else None."""
     if isinstance(value, str) and (match := _BITS.fullmatch(value.strip())):
         bits = _parse(match[1], {"": 1, **_PREFIXES})
         return None if bits is None else bits // 8 or None
@@ -50,7 +50,7 @@ def parse_bandwidth(value: object) -> int | None:
 
 
 def parse_flops(value: object) -> int | None:
-    """989 * 10**12 of `"989TFLOP/s"`; None for what is not operations per second."""
+    """989 * 10**12 for `"989TFLOP/s"`; None for what is not operations per second."""
     if isinstance(value, str):
         match = _FLOPS.fullmatch(value.strip())
         return _parse(match[1], {"": 1, **_PREFIXES}) if match else None
@@ -58,7 +58,7 @@ def parse_flops(value: object) -> int | None:
 
 
 def readable_count(num: int, at_most: bool = False) -> str:
-    """`7.5B`; two decimals, and with `at_most` never more than it is."""
+    """`7.5B`, rounded to two decimals, or with `at_most` down."""
     for unit, size in reversed(_COUNTS.items()):
         if num >= size:
             shown = num // (size // 100) / 100 if at_most and size > 1 else num / size
@@ -76,17 +76,17 @@ def readable_bytes(num: float) -> str:
 
 
 def readable_size(num: float) -> str:
-    """`1.5 TB`: decimal, as makers of disks state it."""
+    """`1.5 TB`: decimal units, as disks are specified."""
     return f"{_scaled(num)}B"
 
 
 def readable_rate(num: float) -> str:
-    """`55.1 GB/s`: decimal, as makers of links state it."""
+    """`55.1 GB/s`: decimal units, as links are specified."""
     return f"{_scaled(num)}B/s"
 
 
 def readable_bits(num: float) -> str:
-    """`100 Gb/s` of 12.5 billion bytes per second: as makers of networks state it."""
+    """`100 Gb/s` for 12.5 billion bytes per second, as networks are specified."""
     return f"{_scaled(8 * num)}b/s"
 
 
@@ -104,7 +104,6 @@ def readable_seconds(num: float) -> str:
 
 
 def _scaled(num: float) -> str:
-    """A number and the first letter of its unit."""
     letter, size = next(((u, size) for u, size in _PREFIXES.items() if num >= size), ("", 1))
     return f"{_three_digits(num / size)} {letter}"
 
@@ -127,5 +126,5 @@ def _parse(value: object, units: dict[str, int]) -> int | None:
 
 
 def _plain(units: dict[str, int]) -> str:
-    """The unit of a bare number, in lower case."""
+    """The unit of a number without one, in lower case."""
     return next(unit.lower() for unit, size in units.items() if size == 1)

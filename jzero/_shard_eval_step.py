@@ -190,7 +190,7 @@ def shard_eval_step(
 
 
 def _comm(given: Any, like: ShardedStep | None) -> Comm:
-    """What an evaluation takes of `comm=`; prefetching by default as in the training."""
+    """The evaluation's `Comm`; `prefetch_bytes` is by default as in the training."""
     comm = comm_of(WHO, given, evaluates=True)
     if like is None or comm.prefetch_bytes is not None:
         return comm
@@ -198,7 +198,7 @@ def _comm(given: Any, like: ShardedStep | None) -> Comm:
 
 
 def _params(memory: Any) -> Any:
-    """The policy of parameters; None if nothing was given."""
+    """The policy of parameters, or None."""
     if memory is None:
         return None
     where = memory_of(WHO, memory, short="params")
@@ -207,7 +207,6 @@ def _params(memory: Any) -> Any:
 
 
 def _batch_axes(given: Any) -> Axes:
-    """The axes of a step that reads a state as it is stored."""
     axes = axes_of(given)
     names = [x.name for x in dataclasses.fields(axes) if x.name != "batch"]
     refuse_fields(WHO, axes, names, "An evaluation has data axes only.")

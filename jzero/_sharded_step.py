@@ -101,11 +101,7 @@ class ShardedStep(Generic[StepArgs, Result]):
                 return self._train(args, kwargs)
 
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one step.
-
-        Raises:
-          Elsewhere: its state is in other arguments; the next time it is looked for there.
-        """
+        """Raises `Elsewhere` if the state is in other arguments; the next call looks for it there."""
         bound = self._programs.signature.bind(self._given(args), kwargs)
         call = FlatCall.of(bound, self._programs.config)
         donates = self._programs.options.donate
@@ -177,7 +173,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         return function
 
     def _given(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of a call, `self` first if it is a method."""
+        """The arguments of a call; those of a method begin with `self`."""
         if not self._bound:
             return args
         first = next(iter(self._programs.signature.parameters.parameters))
@@ -191,7 +187,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         return *self._bound, *args
 
     def _beside(self, state: Any, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments beside the state: `self` is one, if it is not the state."""
+        """The arguments beside the state, `self` among them unless it is the state."""
         signature = self._programs.signature
         is_state = next(iter(signature.parameters.parameters)) in signature.state_names
         if self._bound and is_state and not (signature.declared or signature.settled):
@@ -201,12 +197,11 @@ class ShardedStep(Generic[StepArgs, Result]):
     def _leaf_plans(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state is stored, by the arguments beside it if any is given."""
+        """Plans and shardings of the state's leaves, by the arguments beside it if there are any."""
         beside = self._beside(state, args) if args or kwargs else ()
         return self._placement.leaf_plans(state, beside, kwargs)
 
     def __repr__(self) -> str:
-        """The function, the stage of a train step, and the mesh."""
         programs = self._programs
         mesh = programs.known_mesh
         axes = "" if mesh is None else ", ".join(f"{k!r}: {n}" for k, n in mesh.shape.items())
@@ -216,18 +211,18 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
-        """Something is asked of the step: nothing may have gone wrong before, and errors say which step."""
+        """Checks that no process has failed, and lets errors name this step."""
         with called_as(self._who):
             _agreement.check(who)
             yield
 
     def _named(self, state: Any) -> Any:
-        """A state, or a part of one, with the names of its arguments where it has several."""
+        """A state, or a part of one, with the names of its arguments if it has several."""
         signature = self._programs.signature
         return signature.named(state, self._who) if signature.is_state(state) else state
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
-        """A call under an outer `jax.jit`: its program, new leaves of the state, whole, and outputs."""
+        """Runs under an outer `jax.jit`; returns the program, unpadded new leaves of the state, and outputs."""
         traced = "called under an outer jax.jit, or differentiated"
         self._check_one_program(traced)
         _trace.check_outermost()
@@ -299,7 +294,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def _check_is_state(self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuses arguments of a state one by one: `shard(params, opt_state)`."""
+        """Refuses `shard(params, opt_state)`: arguments of a state passed one by one."""
         signature = self._programs.signature
         if signature.declared and not signature.found:
             signature.named(state, "shard")
@@ -314,7 +309,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             ))  # fmt: skip
 
     def _takes_objects(self, state: Any) -> bool:
-        """Whether these are NNX objects that a call would change, and no state in the form of a pytree."""
+        """Whether the state is NNX objects that a call would change, rather than a pytree."""
         return not self._programs.signature.declared and _objects.holds_objects(state)
 
     def _shard_objects(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ AnyState = TypeVar("AnyState")
 
 
 class StepOptions(TypedDict, total=False):
-    """What may be said of any step, beside the function: as the options have it that are called so."""
+    """The options that a train step and an evaluation share."""
 
     memory: Memory | Policy | str | None
     comm: Comm | None
@@ -38,7 +38,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class TrainStepOptions(StepOptions, total=False):
-    """The options of `shard_train_step`, for its two forms (tests/test_typed.py compares them)."""
+    """The options of `shard_train_step`, for its two overloads (tests/test_typed.py compares them)."""
 
     stage: int
     microbatches: int | Microbatches
@@ -46,6 +46,6 @@ class TrainStepOptions(StepOptions, total=False):
 
 
 class EvalStepOptions(StepOptions, total=False):
-    """The options of `shard_eval_step` but `like`, for its two forms."""
+    """The options of `shard_eval_step` but `like`, for its two overloads."""
 
     weight_dtype: Any

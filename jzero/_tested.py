@@ -17,7 +17,7 @@ TESTED = {
 
 
 def lacks_of_jax(error: Exception) -> ImportError:
-    """What is to be said of a JAX that has not, or no more, what jzero uses of it."""
+    """The error for a JAX that lacks, or no longer has, what jzero uses of it."""
     oldest, newest = TESTED["jax"]
     found = importlib.metadata.version("jax")
     return ImportError(message(

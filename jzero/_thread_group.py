@@ -26,46 +26,34 @@ _LOOK_SECONDS = 0.5  # The same of a flag.
 
 
 class ThreadGroup:
-    """Threads that end together: when one fails, or when they are told to.
-
-    Attributes:
-      errors: what they have raised, in that order.
-      stopped: whether they were told to end; each looks before it begins anything.
-    """
+    """Threads that end together: when one fails, or when they are told to."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """Starts nothing.
-
-        Args:
-          wake: gives all threads, and a caller who waits for them, something to wake up for.
-        """
+        """Starts nothing. `wake` must wake up all threads, and a caller who waits for them."""
         self._wake = wake
-        self.errors: list[BaseException] = []
-        self.stopped = False
+        self.errors: list[BaseException] = []  # of all threads, in order
+        self.stopped = False  # Threads look at it before they begin anything.
         self._threads: list[int] = []
         self._ended: list[None] = []  # One item of each thread that has ended.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def start(self, calls: Sequence[tuple[Callable[..., None], *tuple[Any, ...]]]) -> None:
-        """Starts a thread for each call: a function and its arguments."""
         # In one call that no interrupt divides: so it is known how many there are to wait for.
         self._threads.extend(map(_thread.start_new_thread, itertools.repeat(self._run), calls))
 
     @property
     def is_started(self) -> bool:
-        """Whether there have ever been threads."""
         return bool(self._threads)
 
     def stop(self) -> None:
-        """Tells the threads to end soon; they finish what they are at."""
+        """Asks the threads to end after what they are doing."""
         self.stopped = True
         self._wake()
 
     def end(self, finish: Callable[[], None] | None = None) -> None:
         """Waits until no thread is left, whatever interrupts.
 
-        Args:
-          finish: has each of them end in its time; without, and after an interrupt, they are told to stop.
+        `finish` asks them to end in their time. Without it, and after an interrupt, they are told to stop.
         """
         interrupt: BaseException | None = None
         while True:
@@ -92,7 +80,7 @@ class ThreadGroup:
 
 
 class Flag:
-    """What `threading.Event` is, for a main thread that may be interrupted; see [Note: interrupts]."""
+    """A `threading.Event` for a main thread that may be interrupted; see [Note: interrupts]."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -110,7 +98,7 @@ class Flag:
         self._is_set = False
 
     def wait(self, seconds: float = float("inf")) -> bool:
-        """Waits until it is set, at most so long; whether it is."""
+        """Waits at most `seconds`; returns whether it is set."""
         end = time.monotonic() + seconds
         while not self._is_set and (left := end - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -119,11 +107,7 @@ class Flag:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts it in another thread, where no interrupt comes; see [Note: interrupts].
-
-    Raises:
-      RuntimeError: it cannot be started.
-    """
+    """Starts it from another thread, where no interrupt comes; see [Note: interrupts]."""
     group = ThreadGroup(lambda: None)
     group.start([(thread.start,)])
     group.end(lambda: None)

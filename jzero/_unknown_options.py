@@ -40,9 +40,9 @@ _KNOWN: dict[str, tuple[str | None, str]] = {
 
 
 def refuses_unknown_options(fn: _Function) -> _Function:
-    """`fn(step, *, option=...)`, which says of an option that it does not have what to write instead.
+    """Decorates `fn(step, *, option=...)`: messages about unknown options say what to write instead.
 
-    Without a step it is a decorator of one, if `fn` takes None for it.
+    If `fn` accepts None as the step, it is then a decorator of one.
     """
     parameters = inspect.signature(fn).parameters.values()
     options = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
@@ -83,7 +83,7 @@ def refuses_unknown_options(fn: _Function) -> _Function:
 def _edits(
     who: str, unknown: Mapping[str, Any], given: Mapping[str, Any], options: Sequence[str]
 ) -> list[str]:
-    """What to write for options that are not there: one line for those of jzero 0.x, one for each other."""
+    """What to write: one line for options of jzero 0.x, and one for each other option."""
     moved = [name for name in unknown if name in MOVED and MOVED[name].partition(".")[0] in options]
     edits = [new_line(moved, given)] if moved else []
     others = dict[str, list[str]]()
@@ -96,7 +96,7 @@ def _edits(
 
 
 def _edit(who: str, name: str, options: Sequence[str]) -> str:
-    """What to write for an option that never was there."""
+    """What to write instead of an option that never existed."""
     option, edit = _KNOWN.get(name, (None, ""))
     if edit and option in (None, *options):
         return edit

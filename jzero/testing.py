@@ -204,7 +204,7 @@ def _args(batch: Any) -> tuple[Any, ...]:
 
 
 def _place_copy(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -> Any:
-    """The state where the plan wants it, in buffers that the step may consume."""
+    """A copy of the state in the plan's layout, which the step may consume."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     if train_step.plan(*args, **kwargs).num_devices == 1:
         raise MeshError(message(
@@ -215,7 +215,7 @@ def _place_copy(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) ->
 
 
 def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -> None:
-    """That nothing is sent quantized."""
+    """Refuses a step that communicates quantized values."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     coded = {leaf.path for leaf in train_step.plan(*args, **kwargs).leaves if leaf.coded}
     if coded:
@@ -233,7 +233,7 @@ def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -
 def _step(
     train_step: ShardedStep, step: Callable[..., Any], state: Any, beside: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """The new state, and what else `step` returned, in its place; it is called as `train_step` is."""
+    """Calls `step` as `train_step` is called; returns the new state, and the other results."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     outs = step(*args, **kwargs)
     signature = train_step._programs.signature
@@ -274,7 +274,6 @@ def _name(kind: tuple[str | None, ...]) -> str:
 
 
 def _wrong_amount(group: list[Collective], elements: int, times: int | None) -> str | None:
-    """What is wrong with a kind, or None."""
     moved, ran = sum(c.total_elements for c in group), sum(c.times for c in group)
     if moved == elements and times in (None, ran):
         return None
