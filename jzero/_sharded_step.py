@@ -222,7 +222,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         return signature.named(state, self._who) if signature.is_state(state) else state
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
-        """Runs under an outer `jax.jit`; returns the program, unpadded new leaves of the state, and outputs."""
+        """Runs under an outer `jax.jit`; returns the program, unpadded new leaves, and outputs."""
         traced = "called under an outer jax.jit, or differentiated"
         self._check_one_program(traced)
         _trace.check_outermost()

@@ -30,7 +30,7 @@ _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
 
 def _like(text: str) -> Any:
-    """What a user's function returns."""
+    """What a user's function returns, as shapes."""
     module, _, name = text.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
@@ -97,7 +97,6 @@ def _saved_by(saved: Saved) -> str:
 
 
 def _summary(found: Inspection) -> str:
-    """How much there is, in one line."""
     totals = found.totals()
     params = [row["elements"] for row in totals if row["role"] == PARAMETER]
     elements = sum(row["elements"] for row in totals)

@@ -22,28 +22,23 @@ JSON = {"action": "store_true", "help": "numbers instead of tables"}
 
 
 class Verbatim(str):
-    """Text whose lines stay as they are, however wide the terminal is: a program."""
+    """A text whose lines are never wrapped: a program."""
 
 
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command of the command line."""
 
-    Attributes:
-      run: called with the flags that were given, by name; it shows what it yields.
-      help: in the list of commands; `description` and `example` are in the command's own help.
-      flags: for each flag, or argument, the keywords of argparse's `add_argument`.
-      one_of: groups of flags of which exactly one must be given.
-    """
-
-    run: Callable[..., Shown]
-    help: str
+    run: Callable[..., Shown]  # called with the flags that were given, by name
+    help: str  # in the list of commands; the two below are in the command's own help
     description: str
     example: str
-    flags: Mapping[str, Mapping[str, Any]]
-    one_of: tuple[tuple[str, ...], ...] = ()
+    flags: Mapping[
+        str, Mapping[str, Any]
+    ]  # or arguments: the keywords of argparse's `add_argument`
+    one_of: tuple[tuple[str, ...], ...] = ()  # Exactly one flag of each group must be given.
 
     @property
     def flag_of(self) -> dict[str, str]:
@@ -62,15 +57,13 @@ class Command(NamedTuple):
         }
         for flag, settings in self.flags.items():
             group = next((groups[names] for names in self.one_of if flag in names), parser)
-            if flag.startswith(
-                "--"
-            ):  # What is not given has the default of the function that runs.
+            if flag.startswith("--"):  # Flags that are not given have the defaults of `run`.
                 settings = {"default": argparse.SUPPRESS, **settings}
             group.add_argument(flag, **settings)
 
 
 class Parser(argparse.ArgumentParser):
-    """Names what is mistyped; its help has an example, and so has an error about what is missing."""
+    """Suggests corrections of mistyped names; help, and errors about missing flags, show an example."""
 
     def __init__(self, *, description: str, example: str = "", **settings: Any):
         lines = wrapped(description, width=terminal_columns())
@@ -82,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     # Typed as argparse does, by overloads that differ in the namespace alone.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Else `argparse` would first say that `--params` is missing, and of `--param` nothing."""
+        """Reports mistyped flags first: for `--param` argparse would say that `--params` is missing."""
         given = list(sys.argv[1:] if args is None else args)
         if bad := self._mistyped(given):
             self.error(" And ".join(bad))
@@ -103,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return bad
 
     def error(self, message: str) -> NoReturn:
-        """Ends with exit status 2."""
+        """Exits with status 2."""
         text = f"{self.prog}: {message.removeprefix('argument ')}"
         lines = wrapped(escaped(text), "  ", terminal_columns(), cut=False)
         if "required" in message and self.epilog:
@@ -112,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
-    """That there is none of that name, and which was meant."""
+    """Says that there is no such name, and which was meant."""
     if name in _MOVED and _MOVED[name] in names:
         return f"there is no {name}. Write {_MOVED[name]}."
     like = difflib.get_close_matches(name, [x for x in names if x not in ("-h", "--help")], 1, 0.6)
@@ -121,5 +114,5 @@ def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
 
 
 def terminal_columns() -> int:
-    """Of the terminal; `COLUMNS` of the environment comes first."""
+    """Columns of the terminal; the environment's `COLUMNS` comes first."""
     return shutil.get_terminal_size((WIDTH, 24)).columns

@@ -25,7 +25,7 @@ def _show(config: str, devices: int | None = None, auto: Sequence[tuple[str, Any
 
 
 def _values(text: str) -> list[tuple[str, Any]]:
-    """Names and values, `lr=1e-4,betas=[0.9,0.95],bf16=true`; a comma before a name parts them."""
+    """Pairs of `lr=1e-4,betas=[0.9,0.95],bf16=true`; commas separate only before a name."""
     pairs = [part.partition("=") for part in re.split(r",(?=[\w.]+=)", text)]
     if not all(name and value for name, _, value in pairs):
         raise argparse.ArgumentTypeError(
@@ -35,7 +35,7 @@ def _values(text: str) -> list[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """What it is in JSON, or itself."""
+    """The value as JSON, else the text."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:

@@ -54,7 +54,7 @@ def _estimate(
 def _of_stages(
     stages: Sequence[int], arguments: dict[str, Any]
 ) -> tuple[list[Estimate], dict[int, str]]:
-    """Estimates of the stages that take these arguments, and why others do not; an error if none does."""
+    """Estimates of the stages that accept these arguments, and why others do not; raises if none does."""
     found, refused = list[Estimate](), dict[int, str]()
     for stage in stages:
         try:
@@ -71,12 +71,12 @@ def _call(kind: type[Any], *args: Any, **fields: Any) -> Any:
 
 
 def _config(text: str) -> str | pathlib.Path:
-    """A path, whatever its name looks like; an address is refused as such."""
+    """A path, whatever its name looks like; an address stays text, and is refused."""
     return text if "://" in text else pathlib.Path(text)
 
 
 def _policy(arguments: dict[str, Any]) -> Policy:
-    """The policy that the flags say; takes them out of the arguments."""
+    """The policy of optimizer state; removes its flags from the arguments."""
     kind = arguments.pop("offload", None)
     policy, own = _flags.OFFLOADS.get(kind, (NoOffload, ()))
     fields = [field for _, fields in _flags.OFFLOADS.values() for field in fields]
@@ -91,7 +91,7 @@ def _policy(arguments: dict[str, Any]) -> Policy:
 
 
 def _memory(arguments: dict[str, Any]) -> Memory:
-    """The policies that the flags say; takes them out of the arguments."""
+    """The policies of all flags; removes these from the arguments."""
     state, params = _policy(arguments), arguments.pop("offload_params", None)
     in_files = arguments.pop("params_in_files", None)
     if in_files and not (params and isinstance(state, NVMe)):
@@ -171,14 +171,14 @@ def _show_stages(
 
 
 def _times(found: Estimate) -> list[str]:
-    """How long a step takes at least, and how much of that is compute."""
+    """The least time of a step, and the share of it that is compute."""
     if found.time is None:
         return []
     return [readable_seconds(found.time.seconds), f"{found.time.efficiency:.0%}"]
 
 
 def _on_hosts(found: Estimate) -> list[str]:
-    """What each device's host holds, and what crosses to it and back."""
+    """Bytes that each device's host holds, and bytes that cross to it and back."""
     transfers = [sum(c.nbytes for c in found.transfers if c.direction == way) for way in WAYS]
     return list(map(readable_bytes, [found.on_host, *transfers]))
 

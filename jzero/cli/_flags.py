@@ -41,11 +41,9 @@ _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
-    """What the library says of arguments, as it is said of flags: `--stage 0` for `stage=0`.
+    """Rewrites a message about arguments in words of flags: `--stage 0` for `stage=0`.
 
-    Args:
-      text: a message; whose it is stands before its first colon.
-      flags: the flag of each argument.
+    `flags` has the flag of each argument; the text before the first colon says who fails.
     """
     for policy, value in _POLICIES.items():
         text = text.replace(policy, value)
@@ -75,7 +73,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def _group_in_flags(text: str, who: str, argument: str, flags: Mapping[str, str]) -> str:
-    """The fields of a group, as `who` or another says them."""
+    """Rewrites the fields of a group, whether `who` is the group or not."""
     group = GROUPS[argument].kind.__name__
     of_group = [dest for dest in flags if dest.startswith(f"{argument}.")]
     fields = {dest.partition(".")[2]: flags[dest] for dest in of_group}
@@ -90,7 +88,7 @@ def _group_in_flags(text: str, who: str, argument: str, flags: Mapping[str, str]
 
 
 def _in_flags(text: str, flags: Mapping[str, str]) -> str:
-    """The arguments of a text, of which these are the flags."""
+    """Rewrites the arguments that have these flags."""
     if not flags:
         return text
     names = "|".join(sorted(flags, key=len, reverse=True))
@@ -105,13 +103,13 @@ def _in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def _window(settings: str) -> str:
-    """Parameters that are stored on the hosts, or in files, with what is on a device at a time."""
+    """`--offload-params`, with the bytes on a device at a time."""
     found = re.search(r"device_bytes=(\d+)", settings)
     return f"--offload-params {found[1]}B" if found else "--offload-params"
 
 
 def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
-    """A policy as a flag each for it and for what it sets that is no default and has a flag."""
+    """A policy as `--offload`, and a flag for each field that is not as by default and has one."""
     if name not in _KINDS:
         return "no --offload"
     defaults = {x.name: repr(x.default) for x in dataclasses.fields(OFFLOADS[_KINDS[name]][0])}
@@ -125,7 +123,7 @@ def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
 
 
 def _given(flag: str, value: str) -> str:
-    """A flag with its value as it is written on a command line."""
+    """A flag with its value as written on a command line."""
     pairs = [f"{name}={x.strip(chr(39))}" for name, x in re.findall(r"'([^']*)': ([^,}]*)", value)]
     words = ",".join(pairs or re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
@@ -133,7 +131,7 @@ def _given(flag: str, value: str) -> str:
 
 
 def _as_written(parse: Callable[[object], object], what: str) -> Callable[[str], str]:
-    """The type of a flag whose value stays a text, which the library reads."""
+    """The type of a flag whose value stays a text, which the library parses."""
 
     def checked(text: str) -> str:
         if parse(text) is None:
@@ -157,7 +155,7 @@ def num_bytes(text: str) -> str:
 
 
 def size(text: str) -> int | None:
-    """The bytes themselves, for what takes no text."""
+    """Bytes as an int, for arguments that accept no text."""
     return parse_bytes(num_bytes(text))
 
 
@@ -172,7 +170,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ratio(text: str) -> float | str:
-    """A number; the policy says what else it may be."""
+    """A number, or a text that the policy checks."""
     try:
         return float(text)
     except ValueError:
@@ -180,7 +178,7 @@ def ratio(text: str) -> float | str:
 
 
 def mesh(text: str) -> dict[str, int]:
-    """Names and sizes of axes."""
+    """Sizes of axes by name."""
     pairs = _named_values(text, lambda size: size.isdecimal() and int(size), "node=8,local=8")
     if len(dict(pairs)) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
@@ -188,7 +186,7 @@ def mesh(text: str) -> dict[str, int]:
 
 
 def bandwidths(text: str) -> dict[str, str]:
-    """Names of axes and what each device sends along them, as it was written."""
+    """Rates by the name of an axis, as written."""
     pairs = _named_values(text, bool, "node=100Gb/s,local=450GB/s")
     for name, found in pairs:
         if parse_bandwidth(found) is None:

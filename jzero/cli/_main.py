@@ -29,9 +29,9 @@ _UNWRAPPED = 200  # columns of tables that go to a file or a pipe, where COLUMNS
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
-    """Runs `jzero <arguments>`; without any, those of the process.
+    """Runs `jzero <arguments>`, by default those of the process.
 
-    Wrong ones end with a message and exit status 2, a checkpoint that is not as it should be with 1.
+    Invalid arguments end with a message and exit status 2, a faulty checkpoint with 1.
     """
     parser = Parser(
         prog=prog,
@@ -56,14 +56,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     if name != "bandwidth":  # The others need no accelerators, which may be training.
         jax.config.update("jax_platforms", "cpu")
     width = _columns()
-    warnings.formatwarning = lambda text, *_, **__: (
-        f"{prog} {name}: {text}\n"
-    )  # Its line is no user's.
+    # The line of a warning is not the user's.
+    warnings.formatwarning = lambda text, *_, **__: f"{prog} {name}: {text}\n"
     try:
         _print(command.run(**given), width or _UNWRAPPED)
-    except (
-        BrokenPipeError
-    ):  # Whoever reads it has seen enough; Python's own flush would say so again.
+    except BrokenPipeError:  # The reader has seen enough; Python's own flush would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
         sys.exit(_in_lines(f"{prog} {error}", width))
@@ -73,14 +70,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
 
 
 def _columns() -> int | None:
-    """Of the terminal; `COLUMNS` of the environment comes first. None for a file or a pipe without it."""
+    """Columns of the terminal; None for a file or a pipe, unless `COLUMNS` is set."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         return None
     return terminal_columns()
 
 
 def _in_lines(message: str, width: int | None) -> str:
-    """A message as lines no wider than the terminal, but for paths, which are there to be copied."""
+    """Wraps a message to the terminal; paths are never cut, so that they can be copied."""
     lines = message.splitlines()
     if width is not None:
         lines = [part for line in lines for part in wrapped(line, "  ", width, cut=False)]
@@ -88,7 +85,7 @@ def _in_lines(message: str, width: int | None) -> str:
 
 
 def _print(shown: Shown, width: int) -> None:
-    """Tables have an empty line above and below."""
+    """Prints tables with an empty line above and below."""
     below: list[str] = []
     for what in shown:
         if isinstance(what, dict):

@@ -16,11 +16,7 @@ _COLORS = ("#0d47a1", "#42a5f5", "#ffb300", "#8d6e63", "#b0bec5", "#e0e0e0")
 
 
 def plot_stages(found: Sequence[Estimate], file: str, memory: str | None = None) -> None:
-    """Writes stacked bars, one per estimate, and a line at `memory` if there is one.
-
-    Raises:
-      OptionError: matplotlib is missing, or `file` cannot be written.
-    """
+    """Writes stacked bars, one per estimate, and a line at `memory` if it is given."""
     figure_module = _matplotlib()
     suffixes = figure_module.Figure().canvas.get_supported_filetypes()
     suffix = Path(file).suffix.removeprefix(".").lower()

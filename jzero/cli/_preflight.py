@@ -37,7 +37,7 @@ def _preflight(function: str, json: bool = False, **options: Any) -> Shown:
 
 
 def _arguments(function: str) -> tuple[Any, ...]:
-    """The sharded step, its abstract state, and its other arguments, as the function returns them."""
+    """The sharded step, its abstract state, and its other arguments, as the user's function returns them."""
     found = _function(function)
     with _named_failures(f"{function}()"):
         returned = found()
@@ -69,7 +69,7 @@ def _arguments(function: str) -> tuple[Any, ...]:
 
 
 def _takes_other(function: Callable[..., Any], given: tuple[Any, ...]) -> str | None:
-    """The arguments of a function that cannot be called with those given; None if it can, or nobody knows."""
+    """The signature of a function that cannot be called with these arguments, as text; else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -116,7 +116,7 @@ def _function(text: str) -> Callable[[], Any]:
 def _named_failures(
     what: str, but: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """What the user's code raises, with its line; a script without a main ends the process."""
+    """Turns an error of the user's code into one with its line; a script without a main may exit."""
     try:
         yield
     except but:

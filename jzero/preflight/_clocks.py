@@ -13,7 +13,7 @@ COMPUTE, COLLECTIVES, TO_HOST, FROM_HOST = "compute", "collectives", "to host", 
 
 
 class _Transfer(NamedTuple):
-    """What is left of one: when it may begin, seconds until its data flow, and for which they flow alone."""
+    """A transfer that is not over."""
 
     ready: float
     latency: float
@@ -23,7 +23,7 @@ class _Transfer(NamedTuple):
 class Link:
     """What moves data beside the compute stream.
 
-    Up to `under_way` transfers share its bandwidth equally; the others wait for them, in their order.
+    Up to `under_way` transfers share its bandwidth equally; later ones wait, in order.
     """
 
     def __init__(self, under_way: int = 1):
@@ -36,25 +36,25 @@ class Link:
         self._ends: dict[Hashable, float] = {}
 
     def begin(self, key: Hashable, seconds: float, ready: float, latency: float = 0.0) -> None:
-        """A transfer that takes so long if it is alone, after its latency, of what is there at `ready`."""
+        """Starts a transfer of `seconds` (alone, after its latency) whose data is there at `ready`."""
         self._advance(ready)
         self._left[key] = _Transfer(ready, latency, seconds)
 
     def end(self, key: Hashable, since: float = math.inf) -> float:
-        """When that transfer is over, if nothing else begins before; 0 if there was none.
+        """When the transfer ends if nothing else begins before; 0 if there was none.
 
-        From `since` on, something waits for it.
+        From `since` on something waits for it, which counts as exposed.
         """
         self._advance(math.inf, key, since)
         return self._ends.get(key, 0.0)
 
     def last(self, since: float = math.inf) -> float:
-        """When all are over, for which something waits from `since` on."""
+        """When all transfers end; something waits for them from `since` on."""
         self._advance(math.inf, since=since)
         return self._now
 
     def _advance(self, until: float, key: Hashable = None, since: float = math.inf) -> None:
-        """Runs what is under way until then, or until a transfer is over."""
+        """Runs the transfers until a time, or until the transfer `key` is over."""
         while self._left and self._now < until and (key is None or key in self._left):
             first = dict(itertools.islice(self._left.items(), self._under_way))
             running = {x: left for x, left in first.items() if left.ready <= self._now}
@@ -81,10 +81,10 @@ class Link:
 
 
 class Clocks:
-    """The time of what a device runs, in the order in which it is started.
+    """The time of what a device starts, in order.
 
-    Kernels run one after the other: all programs of a device share one stream. What moves beside it may
-    take until the compute stream waits for it.
+    Kernels run one after the other: all programs of a device share one compute stream. Transfers run beside
+    it until the compute stream waits for them.
     """
 
     def __init__(self, under_way: int = 1):
@@ -97,7 +97,6 @@ class Clocks:
         self._links = {COLLECTIVES: Link(under_way), TO_HOST: Link(), FROM_HOST: Link()}
 
     def compute(self, seconds: float) -> None:
-        """A kernel."""
         self.now += seconds
         self.busy[COMPUTE] += seconds
 
@@ -105,7 +104,7 @@ class Clocks:
         self, stream: str, key: Hashable, seconds: float, source: Hashable = None,
         latency: float = 0.0,
     ) -> None:  # fmt: skip
-        """A transfer of what is there now, or when the transfer `source` is over."""
+        """Starts a transfer of what is there now, or when the transfer `source` is over."""
         ready = self.now
         if source is not None:
             ready = max(ready, *(link.end(source) for link in self._links.values()))
@@ -113,16 +112,14 @@ class Clocks:
         self.busy[stream] += seconds + latency
 
     def wait(self, key: Hashable) -> None:
-        """The compute stream waits for a transfer, if it is not over."""
         for stream, link in self._links.items():
             self._wait(stream, link.end(key, self.now))
 
     def exposed(self, stream: str, key: Hashable) -> float:
-        """Seconds for which the compute stream waited while that transfer ran, in all its runs."""
+        """Seconds for which the compute stream waited for that transfer, in all its runs."""
         return self._links[stream].exposed.get(key, 0.0)
 
     def finish(self) -> None:
-        """Waits for all that is under way."""
         for stream, link in self._links.items():
             self._wait(stream, link.last(self.now))
 
@@ -131,7 +128,7 @@ class Clocks:
         self.now = max(self.now, end)
 
     def repeat(self, run: Callable[[], None], times: int) -> None:
-        """A loop. Its second iteration is taken to be like all later ones; what it begins it waits for."""
+        """Runs a loop: iterations after the second are taken to be like it, and end what they begin."""
         if times > 0:
             run()
         if times > 1:
@@ -144,5 +141,4 @@ class Clocks:
                     found[key] += (times - 2) * (seconds - first.get(key, 0.0))
 
     def _sums(self) -> list[dict[Any, float]]:
-        """What adds up over the iterations of a loop."""
         return [self.busy, self.waited, *(link.exposed for link in self._links.values())]

@@ -34,10 +34,10 @@ class DispatchedProgram:
     places: tuple[NamedSharding | None, ...]  # of its results, where the program says so
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The program for these devices; its places are on an abstract mesh.
+        """Lowers the program for these devices; its places are on an abstract mesh.
 
-        Shardings of devices that are not there lose their memory, since such devices list none; those of an
-        abstract mesh keep it, and JAX takes the devices from the context.
+        Shardings of devices that are not there would lose their memory kinds, since such devices list none;
+        those of an abstract mesh keep them, and JAX takes the devices from the context.
         """
 
         def part(*args: Any) -> Any:
@@ -50,7 +50,7 @@ class DispatchedProgram:
 
 
 class Dispatch(NamedTuple):
-    """Something that a step starts."""
+    """A program or copy that a step starts."""
 
     part: DispatchedProgram | None  # the program; None for a copy
     reads: tuple[Var, ...]  # what it takes
@@ -62,8 +62,6 @@ class Dispatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dispatches:
-    """All that a step starts."""
-
     steps: tuple[Dispatch, ...]  # in order
     args: Mapping[Var, _Value]  # the step's arguments, by variable
     results: frozenset[Var]  # what is left when it is over
@@ -82,7 +80,7 @@ class Dispatches:
 def read_dispatches(
     closed: Any, args: Sequence[_Value], in_files: Collection[int] = ()
 ) -> Dispatches:
-    """Reads the jaxpr of `StepProgram.dispatched` on arguments with these places, some of them in files."""
+    """Reads the jaxpr of `StepProgram.dispatched`; the arguments `in_files` are in no memory."""
     jaxpr, _ = _jaxpr.open_jaxpr(closed)
     reader = _DispatchReader(args[0].sharding.mesh)
     reader.values |= zip(jaxpr.invars, args, strict=True)
@@ -99,7 +97,7 @@ class _DispatchReader:
         self._parts: dict[Any, DispatchedProgram] = {}
 
     def value(self, aval: Any, place: NamedSharding | None) -> _Value:
-        """A value of this type; its place is on the devices, whole on each, unless it is said."""
+        """A value of this type, by default replicated on the devices."""
         kind = PINNED if _jaxpr.is_on_host(aval) else DEVICE
         spec = P() if place is None else place.spec
         kind = (place.memory_kind if place is not None else None) or kind
@@ -109,7 +107,6 @@ class _DispatchReader:
         )
 
     def read(self, eqn: Eqn) -> Dispatch:
-        """What an equation starts."""
         args = [
             self.value(atom.aval, None) if _jaxpr.is_literal(atom) else self._of(atom)
             for atom in eqn.invars
@@ -143,7 +140,7 @@ class _DispatchReader:
                 yield Copied(source, var, stream, held_bytes([made], kind))
 
     def _of(self, var: Var) -> _Value:
-        """What is known of a variable; of a constant of the trace, that it is on the devices."""
+        """What is known of a variable; constants of the trace are on the devices."""
         if var not in self.values:
             self.values[var] = self.value(var.aval, None)
         return self.values[var]
@@ -166,7 +163,7 @@ class _DispatchReader:
 
 
 def _specs_of(eqn: Eqn, args: Sequence[P]) -> list[P]:
-    """How results are split: as a `shard_map` says, a copy like its operand, scalars of a program whole."""
+    """Specs of results: those of a `shard_map`, of a copy's operand, or replicated."""
     if eqn.primitive.name == "shard_map":
         return list(eqn.params["out_specs"])
     if eqn.primitive.name == "device_put":
@@ -204,7 +201,7 @@ class ProgramMemory(NamedTuple):
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> tuple[ProgramMemory, ProgramMemory]:
-        """On a device, and on its host."""
+        """Those on a device, and those on its host."""
         found: Any = compiled.memory_analysis()
 
         def read(where: str) -> ProgramMemory:
@@ -218,7 +215,7 @@ class ProgramMemory(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When something has been started, and everything that it makes has its memory."""
+    """The memory in use once something has been started and its results are allocated."""
 
     part: DispatchedProgram | None  # the program; None for a copy
     nbytes: int  # that a device holds
@@ -228,7 +225,7 @@ class Moment(NamedTuple):
 def moments(
     found: Dispatches, memory: Mapping[DispatchedProgram, tuple[ProgramMemory, ProgramMemory]]
 ) -> list[Moment]:
-    """What is in memory as each dispatch has begun, if every value is freed when its last reader has."""
+    """The memory in use at each dispatch, if every value is freed after its last reader has started."""
     last = {var: i for i, step in enumerate(found.steps) for var in step.reads}
     alive = {var: x for var, x in found.args.items() if var not in found.in_files}
     known: list[Moment] = []
@@ -249,10 +246,10 @@ def moments(
 
 
 def _stays(var: Var, found: Dispatches) -> bool:
-    """Whether it is an argument that only a program which consumes it frees: one on the devices."""
+    """Whether only a program that consumes it frees it: an argument on the devices."""
     return var in found.args and found.args[var].sharding.memory_kind == DEVICE
 
 
 def held_bytes(values: Iterable[_Value], kind: str) -> int:
-    """Bytes on each device of those values that are in one kind of memory."""
+    """Bytes on each device of the values in one kind of memory."""
     return sum(size_in_bytes(shard_of(x)) for x in values if x.sharding.memory_kind == kind)

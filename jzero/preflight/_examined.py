@@ -51,10 +51,7 @@ class PartMemory(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What `Preflight` has of bytes and seconds; and what the step starts, in order.
-
-    Bytes are those on each device and, in pinned memory, on its host.
-    """
+    """Bytes on each device and, in pinned memory, on its host; and what the step starts, in order."""
 
     argument_bytes: int
     temporary_bytes: int
@@ -66,7 +63,7 @@ class Examined(NamedTuple):
 
 
 def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read) -> Examined:
-    """Compiles the one program of a step; `read` takes its text."""
+    """Compiles the one program of a step; `read` reads its text."""
     start = time.perf_counter()
     compiled = _compiled(lowered, options)
     seconds = time.perf_counter() - start
@@ -89,7 +86,7 @@ def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read
 def examine_parts(
     found: Dispatches, mesh: Mesh, options: Mapping[str, Any], read: _Read
 ) -> Examined:
-    """Compiles each of the different programs that a step starts, once; `read` takes their texts."""
+    """Compiles each different program that a step starts; `read` reads their texts."""
     start = time.perf_counter()
     equal: dict[str, list[DispatchedProgram]] = {}
     programs: dict[str, jax.stages.Lowered] = {}
@@ -151,7 +148,7 @@ _COPIES = {
 
 
 def host_operations(text: str) -> tuple[str, ...]:
-    """Operations of a compiled program on pinned memory that are no copies, or that the host computes."""
+    """Operations on pinned memory that are no copies, or that the host's processors compute."""
     found: dict[str, None] = {}
     computations, _ = parse(text)
     for lines in computations.values():

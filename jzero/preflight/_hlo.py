@@ -16,7 +16,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 
 
 class Instruction(NamedTuple):
-    """One line: the result's name and shape, the operation, the names it reads, and the rest."""
+    """One line of a computation."""
 
     name: str
     shape: str
@@ -29,7 +29,7 @@ Computations: TypeAlias = Mapping[str, Sequence[Instruction]]
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, and which one the program begins with."""
+    """The instructions of each computation, and the name of the entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -44,7 +44,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def callees(line: Instruction) -> tuple[str, ...]:
-    """Computations that the line runs: of a loop its body, of a conditional its branches."""
+    """Computations that the line runs: a loop's body, a conditional's branches."""
     if line.op == "while":
         return tuple(re.findall(r"body=%([\w.\-]+)", line.text))
     if line.op == "call":
@@ -65,7 +65,7 @@ def trips_of(line: Instruction) -> int | None:
 
 
 def sizes(shape: str) -> list[int]:
-    """Bytes of every array in a shape, tuples included."""
+    """Bytes of every array in a shape, which may be a tuple."""
     return [math.ceil(math.prod(dims) * bits / 8) for bits, dims in arrays(shape)]
 
 

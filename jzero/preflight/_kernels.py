@@ -30,24 +30,20 @@ class Flops(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """What one kernel does."""
-
-    flops: (
-        Flops | None
-    )  # None if it has no product, convolution or attention; then only its bytes count
+    flops: Flops | None  # None without a product, convolution or attention; then only bytes count
     nbytes: int  # that it reads and writes in the device's memory
     from_host: int  # bytes that it reads of pinned memory
     to_host: int  # bytes that it writes there
 
     def seconds(self, target: Target) -> float:
-        """By a roofline of the device's peaks and of its memory; without what crosses to the host."""
+        """By a roofline of the device's peaks and memory bandwidth, without transfers to the host."""
         tensor, f32 = self.flops or (0.0, 0.0)
         computing = tensor / target.bf16_flops + f32 / target.f32_flops
         return max(computing, self.nbytes / target.memory_bandwidth)
 
 
 def work_of(line: Instruction, shapes: Mapping[str, str], computations: Computations) -> KernelWork:
-    """What one instruction does; of slices of a buffer, it reads and writes these and not the buffer."""
+    """What one instruction does. A slice of a buffer counts its own bytes, not the buffer's."""
     if line.op in _NONE or line.op.endswith("-done") or '"AllocateBuffer"' in line.text:
         return KernelWork(None, 0, 0, 0)
     inner = _inside(line, shapes, computations)
@@ -72,14 +68,14 @@ def _called(line: Instruction, computations: Computations) -> Sequence[Instructi
 def _inside(
     line: Instruction, shapes: Mapping[str, str], computations: Computations
 ) -> Sequence[Instruction]:
-    """The computation that a fusion runs; of anything else, one of its operands and itself."""
+    """The computation that a fusion runs; for other instructions, one of its operands and itself."""
     names = [name for name in dict.fromkeys(line.operands) if name in shapes]
     alone = [*(Instruction(name, shapes[name], "parameter", (), "") for name in names), line]
     return _called(line, computations) or alone
 
 
 def _read(name: str, nbytes: int, lines: Sequence[Instruction]) -> int:
-    """Of a value, what is read of it: all, or the slices that are taken of it."""
+    """Bytes that are read of a value: all, or those of the slices that are taken."""
     found = 0
     for user in lines:
         if name not in user.operands:
@@ -105,7 +101,7 @@ def _writes(line: Instruction, inner: Sequence[Instruction]) -> Iterator[tuple[s
 
 
 def _written(root: Instruction, lines: Mapping[str, Instruction]) -> Iterator[tuple[str, int]]:
-    """Of a result, what is written of it: all, or the slices that are updated in their place."""
+    """Bytes that are written of a result: all, or those of slices that are updated in place."""
     if root.op in ("tuple", *_SAME_BYTES) and all(name in lines for name in root.operands):
         for name in root.operands:
             yield from _written(lines[name], lines)
@@ -127,7 +123,7 @@ def _parts(shape: str) -> Iterator[tuple[str, int]]:
 def _flops(
     line: Instruction, shapes: Mapping[str, str], computations: Computations
 ) -> Flops | None:
-    """Those of a matrix product or its like, or of all that a fusion has; None for anything else."""
+    """Operations of a matrix product or the like, or of a fusion that has some; else None."""
     called = re.search(r'custom_call_target="__[\w$]+', line.text)
     target = called[0] if called and line.op == "custom-call" else ""
     if line.op == "dot":
@@ -156,7 +152,7 @@ def _dot(line: Instruction, shapes: Mapping[str, str], contracted: str) -> Flops
 
 
 def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
-    """Two for each element of the output and of one output feature's kernel, forwards and backwards."""
+    """Two operations per element of the output and of one output feature's kernel, forward and backward."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", line.text)
     values = [*(shapes.get(name, "") for name in line.operands[:2]), line.shape]
     found = [next(iter(arrays(shape)), None) for shape in values]
@@ -176,7 +172,7 @@ def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> F
 
 
 def _attention(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
-    """Two products forwards, five backwards, with as many results as scores; of a causal mask, half."""
+    """Two products forward, five backward, each with as many results as scores; half with a causal mask."""
     scores = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([\d,"]*)\]', line.text)
     if scores is None or line.operands[0] not in shapes:
         return Flops(0.0, 0.0)
@@ -194,7 +190,7 @@ _ALGORITHM = re.compile(r"\b(?:alg_)?dot_(bf|tf|f)(\d+)_\w+?(?:_x(\d))?\b", re.I
 
 
 def _at_peak(operations: float, operand: str, text: str) -> Flops:
-    """So many operations on values of an operand's dtype; a complex product is four."""
+    """Attributes operations to the units that do them for the operand's dtype; complex products are four."""
     (bits, _), *_ = arrays(operand)
     if re.match(r"\(?c\d", operand):
         operations, bits = 4 * operations, bits // 2

@@ -444,7 +444,7 @@ _OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 def _checked_options(options: Any) -> dict[str, Any]:
-    """Those of `compiler_options`, whose names only XLA knows."""
+    """`compiler_options` as a dict; only XLA knows the valid names."""
     if not isinstance(options, Mapping | None):
         raise OptionError(message(
             WHO, f"compiler_options={options!r}", "It maps names of XLA flags to their values.",
@@ -459,7 +459,7 @@ def _checked_options(options: Any) -> dict[str, Any]:
 
 
 def _under_way(options: Mapping[str, Any]) -> int:
-    """How many collectives XLA has under way at once; of fewer than one its compiler aborts the process."""
+    """How many collectives XLA runs at once; its compiler aborts the process if the limit is below one."""
     limit = options.get(_OVERLAP, 1)
     if not re.fullmatch(r"0*[1-9]\d*", str(limit)):
         raise OptionError(message(
@@ -479,7 +479,7 @@ def _dispatches_of(step: ShardedStep, *args: Any, **kwargs: Any) -> Dispatches:
 
 
 def _axes_for(train_step: ShardedStep, topology: Topology) -> dict[str, int]:
-    """The step's own mesh, if it fits; else its one axis over all devices."""
+    """The axes of the step's mesh if it has as many devices, else its one axis over all devices."""
     mesh = train_step.mesh
     if mesh is None:
         return {"data": topology.num_devices}
@@ -495,9 +495,9 @@ def _axes_for(train_step: ShardedStep, topology: Topology) -> dict[str, int]:
 
 
 def _largest_rows(peak: Callable[[int], int], rows: int, first: int, limit: int) -> int:
-    """The most rows whose peak is within the limit; 0 if none are. The search begins at `rows`, and `first`.
+    """The most rows whose peak is within the limit, or 0; starts at `rows`, whose peak is `first`.
 
-    A peak grows with the rows, about linearly; to ask for one takes a compilation.
+    A peak grows about linearly with the rows; each call of `peak` compiles the step.
     """
     known, unit = {rows: first}, 1
     for attempt in range(_MOST_COMPILATIONS):
@@ -520,7 +520,7 @@ def _largest_rows(peak: Callable[[int], int], rows: int, first: int, limit: int)
 
 
 def _guess(known: Mapping[int, int], limit: int) -> int:
-    """Where a line through the two points next to the limit meets it."""
+    """Where a line through the two points nearest to the limit meets it."""
     if len(known) == 1:
         ((rows, peak),) = known.items()
         return 2 * rows if peak <= limit else rows // 2

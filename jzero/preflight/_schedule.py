@@ -119,18 +119,16 @@ def schedule_of(
     started: Iterable[Started], axes: Mapping[str, int], target: Target, topology: Topology,
     under_way: int = 1,
 ) -> CompiledSchedule:  # fmt: skip
-    """The time of a step, by a model of a device that runs what the step starts, in that order.
+    """Models the time of a step: a device runs what the step starts, in that order.
 
-    Kernels run one after the other on one compute stream, of whichever program they are. Beside it run
-    collectives, `under_way` at once, which share the links but not their latencies; and copies, one at a
-    time to the host and one from it.
+    Kernels of all programs run one after the other on one compute stream. Beside it run collectives,
+    `under_way` at once, which share the links' bandwidth but not their latencies; and copies, one at a time
+    to the host and one from it.
 
-    A kernel takes what its operations take at the device's peak, or its bytes at the bandwidth of its memory,
-    whichever is longer. What moves runs from the place where the program starts it to where it is awaited: a
-    program that only fetches a slice awaits it at once, and hides it behind nothing. What XLA leaves on the
-    compute stream though it touches pinned memory is awaited at once, too.
-
-    Of the branches of a conditional the slowest one runs, and no other one is in the result.
+    A kernel takes its operations at the device's peak, or its bytes at the bandwidth of its memory, whichever
+    is longer. A transfer runs from where the program starts it to where it is awaited: a program that only
+    fetches a slice awaits it at once, and hides it behind nothing. Kernels that touch pinned memory are
+    awaited at once, too. Of a conditional only the slowest branch runs, and is in the result.
     """
     clocks, counts = Clocks(under_way), dict[ScheduledProgram, int]()
     model = _Model(clocks, axes, target, topology)
@@ -163,7 +161,7 @@ def schedule_of(
 
 
 def without_times(schedule: CompiledSchedule) -> CompiledSchedule:
-    """Its collectives and its loops: of programs whose text does not say what else runs."""
+    """Only collectives and loops, for programs whose text does not say what else runs."""
     kept = ("collectives", "unknown_loops")
     nothing: dict[str, Any] = {name: None for name in vars(schedule) if name not in kept}
     collectives = tuple(c._replace(exposed_seconds=None) for c in schedule.collectives)
@@ -173,7 +171,7 @@ def without_times(schedule: CompiledSchedule) -> CompiledSchedule:
 def read_schedule(
     text: str, axes: Mapping[str, int], target: Target, topology: Topology, under_way: int = 1
 ) -> CompiledSchedule:
-    """That of a step which is one program."""
+    """The schedule of a step that is one program."""
     return schedule_of([Started(read_program(text))], axes, target, topology, under_way)
 
 
@@ -187,7 +185,7 @@ class _Kernel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Collective:
-    """Where one begins; of its groups of devices that of device 0, or all pairs of a permutation."""
+    """The start of a collective: the group of device 0, or all pairs of a permutation."""
 
     op: str
     groups: tuple[frozenset[int], ...]
@@ -196,7 +194,7 @@ class _Collective:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Copy:
-    """Where one begins that runs beside the compute stream."""
+    """The start of a copy that runs beside the compute stream."""
 
     work: KernelWork
 
@@ -208,7 +206,7 @@ class _Wait:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeat:
-    """What a loop or a call runs; `known` is false for a loop of unknown length, which counts once."""
+    """The body of a loop or call; a loop of unknown length (`known` is false) counts once."""
 
     ops: tuple[_Op, ...]
     times: int
@@ -231,12 +229,10 @@ class ScheduledProgram:
 
 
 def read_program(text: str) -> ScheduledProgram:
-    """Reads XLA's text of a scheduled program."""
     return program_of(*parse(text))
 
 
 def program_of(computations: Computations, entry: str) -> ScheduledProgram:
-    """The program that begins with the computation `entry`."""
     return ScheduledProgram(tuple(_ops(entry, computations)))
 
 
@@ -291,7 +287,7 @@ def _kernel_bytes(ops: Sequence[_Op]) -> int:
 
 
 def _unknown_loops(ops: Sequence[_Op]) -> int:
-    """Those in which anything runs."""
+    """Loops of unknown length in which anything runs."""
     loops = [op for op in ops if isinstance(op, _Repeat) and op.ops]
     return sum((not op.known) + _unknown_loops(op.ops) for op in loops)
 
@@ -310,7 +306,7 @@ class _Model:
         self.taken = functools.cache(lambda program: tuple(self._taken(program.ops)))
 
     def _taken(self, ops: Iterable[_Op]) -> Iterator[_Op]:
-        """The operations, with the slowest branch of each conditional in its place."""
+        """The operations, with each conditional replaced by its slowest branch."""
         for op in ops:
             match op:
                 case _Repeat():
@@ -322,14 +318,14 @@ class _Model:
                     yield op
 
     def _alone(self, ops: Sequence[_Op]) -> float:
-        """Seconds of these operations with nothing beside them."""
+        """Seconds of these operations if nothing runs beside them."""
         clocks = Clocks()
         _Model(clocks, self._axes, self._target, self._topology).run(ops)
         clocks.finish()
         return clocks.now
 
     def run(self, ops: Sequence[_Op]) -> None:
-        """One run of these operations, conditionals taken."""
+        """Runs operations without conditionals."""
         clocks = self._clocks
         for op in ops:
             match op:
@@ -365,7 +361,7 @@ class _Model:
         return max(found, key=lambda time: time.seconds)
 
     def collectives(self, ops: Sequence[_Op], times: int) -> Iterator[ScheduledCollective]:
-        """Those of operations that a step runs so often, once it has run."""
+        """The collectives of operations that a step has run `times` times."""
         for op in ops:
             match op:
                 case _Repeat(inner, trips):
@@ -382,12 +378,12 @@ class _Model:
 
 
 def _group(group: frozenset[int], axes: Mapping[str, int]) -> frozenset[int]:
-    """The group; of an empty one, all devices."""
+    """The group; an empty one means all devices."""
     return group or frozenset(range(math.prod(axes.values())))
 
 
 def along(groups: Iterable[frozenset[int]], axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
+    """The mesh axes along which the devices of a group differ; for a permutation, sender and receiver."""
     found = set[str]()
     for group in groups:
         places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
@@ -397,7 +393,7 @@ def along(groups: Iterable[frozenset[int]], axes: Mapping[str, int]) -> tuple[st
 
 
 def groups_of(text: str) -> tuple[frozenset[int], ...]:
-    """The group of device 0 alone, since all are alike; of a permutation, which are not, each pair."""
+    """The group of device 0, since all are alike; for a permutation, each pair."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", text)
     if pairs is None:
         return (frozenset(_first_group(text)),)
@@ -407,7 +403,7 @@ def groups_of(text: str) -> tuple[frozenset[int], ...]:
 
 
 def _first_group(text: str) -> set[int]:
-    """The devices in the group of device 0; none if the text names no groups, which means all.
+    """The devices in the group of device 0; empty if the text names no groups, which means all.
 
     Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.
     """

@@ -21,7 +21,7 @@ from jzero.tracing import _jax_state
 
 
 def compiled_target(who: str, name: str) -> Target:
-    """The target of that name, if anything compiles for it."""
+    """The target of that name; refuses one that nothing compiles for."""
     target = find_target(who, name)
     if target.platform == "rocm":
         raise OptionError(message(
@@ -32,7 +32,7 @@ def compiled_target(who: str, name: str) -> Target:
 
 
 def read_topology(who: str, target: Target, text: str) -> Topology:
-    """`"8x4"`: eight hosts with four devices each; of TPUs, the chips of a slice."""
+    """`"8x4"`: eight hosts with four devices each; for TPUs, the chips of a slice."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) if isinstance(text, str) else None
     sizes = [int(size) for size in match.groups()] if match else []
     if target.platform == "tpu":
@@ -85,7 +85,6 @@ def target_mesh(
 def mesh_of(
     who: str, target: Target, topology: Topology, axes: Mapping[str, int] | None
 ) -> jax.sharding.Mesh:
-    """The mesh, for `who` asks."""
     axes = checked_axes(who, topology, axes)
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     # Of TPUs JAX picks the order, by their places in the slice.
@@ -95,7 +94,7 @@ def mesh_of(
 
 
 def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -> dict[str, int]:
-    """The axes of the mesh, if they make up the topology's devices; one axis 'data' by default."""
+    """The axes of the mesh; refuses those that do not make up the topology's devices."""
     axes = {"data": topology.num_devices} if axes is None else axes
     if not isinstance(axes, Mapping) or not all(map(is_size, axes.values())):
         raise MeshError(message(
@@ -113,13 +112,9 @@ def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -
 def with_bandwidth(
     who: str, target: Target, topology: Topology, axes: Mapping[str, int], bandwidth: Any
 ) -> Target:
-    """The target, with these bandwidths of links instead of the data sheet's.
+    """The target with these bandwidths in place of the data sheet's.
 
-    Neighbours along an axis reach each other by the links of one domain, and a rate is of these.
-
-    Raises:
-      MeshError: an axis that the mesh does not have.
-      OptionError: a rate that is none, or two rates of the same links.
+    Neighbours along an axis reach each other by the links of one domain, and a rate applies to these.
     """
     if bandwidth is None:
         return target
@@ -152,7 +147,7 @@ def with_bandwidth(
 def check_lowered(
     who: str, lowered: jax.stages.Lowered, target: Target, topology: Topology
 ) -> None:
-    """Raises an `OptionError` if a program was lowered for other devices, or another number of them."""
+    """Refuses a program lowered for other devices, or another number of them."""
     devices = _jax_state.devices_of(lowered)
     kinds, num = sorted({device.device_kind for device in devices}), topology.num_devices
     if (kinds, len(devices)) != ([target.name], num):

@@ -17,10 +17,10 @@ _FLAG = re.compile(r", (/\*index=\d+\*/)?[su]32\[\d*\]\{[^}]*S\([24]\)\}")
 
 
 def read_tpu_program(text: str) -> ScheduledProgram:
-    """Its loops, calls and collectives, each collective as if it were awaited where it starts.
+    """Loops, calls and collectives; each collective as if it were awaited where it starts.
 
-    XLA's compiler for TPUs puts a collective into three fusions or more: one starts it, others compute while
-    it moves, one awaits it. All have the collective in their body, with the number of its chain.
+    XLA's compiler for TPUs puts a collective into three or more fusions: one starts it, others compute while
+    it runs, one awaits it. All have the collective in their body, with the number of its chain.
     """
     computations, entry = parse(text)
     found = {name: [*_kept(lines, computations)] for name, lines in computations.items()}
@@ -45,7 +45,7 @@ def _kept(lines: Sequence[Instruction], computations: Computations) -> Iterator[
 
 
 def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[Instruction]:
-    """A reduce-scatter, which is written as a fusion: an all-reduce of the padded value, and its slice."""
+    """A reduce-scatter is written as a fusion: an all-reduce of the padded value, and its slice."""
     groups = next(x.text for x in body if x.op == "all-reduce")
     whole = max((x for x in body if x.op == "parameter"), key=lambda x: sum(sizes(x.shape)))
     made = Instruction(line.name, line.shape, "reduce-scatter", (whole.name,), groups)
@@ -53,7 +53,7 @@ def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[Instruc
 
 
 def _with_operands(line: Instruction, body: Sequence[Instruction]) -> Iterator[Instruction]:
-    """A collective without its semaphores, after the values that it reads, of which only shapes count."""
+    """A collective without its semaphores, preceded by its operands, of which only shapes count."""
     if not line.op.endswith("-done"):
         shapes = {x.name: x.shape for x in body}
         for name in line.operands:
@@ -64,7 +64,7 @@ def _with_operands(line: Instruction, body: Sequence[Instruction]) -> Iterator[I
 def _inside(
     line: Instruction, computations: Computations
 ) -> tuple[Sequence[Instruction], Instruction] | None:
-    """The collective that a fusion starts or goes on with, and the computation it is in."""
+    """The collective that a fusion starts or continues, and the computation that contains it."""
     for callee in re.findall(r"calls=%([\w.\-]+)", line.text):
         for inner in computations[callee]:
             if _COLLECTIVE.fullmatch(inner.op):
@@ -75,7 +75,7 @@ def _inside(
 
 
 def _trips(line: Instruction, computations: Computations) -> str:
-    """A loop's iterations, as XLA writes them for GPUs: the constant that its counter is compared with."""
+    """The trip count, written as XLA writes it for GPUs: the constant that the counter is compared with."""
     condition = re.search(r"condition=%([\w.\-]+)", line.text)
     if condition is None or "known_trip_count" in line.text:
         return ""

@@ -42,7 +42,7 @@ class Wire(NamedTuple):
 def formats(
     data_axes: Mapping[str, int], target: Target, topology: Topology, mesh: Mapping[str, int]
 ) -> list[Wire]:
-    """Those that are compared: int8 first, and int4 where values travel least often and most slowly."""
+    """Formats to compare: int8, and int4 where values travel least often and most slowly."""
     axes = [name for name, size in data_axes.items() if size > 1]
     between = [name for name in axes if level_along(mesh, name, target, topology) > 0]
     int8, int4 = Blocks("int8"), Blocks("int4", rotate=True)
@@ -214,7 +214,7 @@ class WireVerdict(Printed):
 
 
 def check_wire(who: str, options: Options) -> None:
-    """Raises an `OptionError` for a step whose wires cannot be compared with exact ones."""
+    """Refuses a step whose quantized formats cannot be compared with exact communication."""
     given = [
         f"{name}={getattr(options.comm, name)}"
         for name, codes in (
@@ -264,7 +264,7 @@ def _ms(time: WireTime, at: int) -> str:
 
 
 def _written(value: Any) -> str:
-    """`jzero.Blocks(jnp.int4, rotate=True)`, and `jnp.int8` for what it stands for."""
+    """`jzero.Blocks(jnp.int4, rotate=True)`; just `jnp.int8` where that means the same."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_written(x)}" for name, x in value.items()) + "}"
     dtype = f"jnp.{value.dtype}"

@@ -47,7 +47,7 @@ _forked = False  # whether this process is a child of one that had used JAX's de
 
 
 def check(who: str) -> None:
-    """Refuses a call that could never end, or that would go on from what went wrong.
+    """Refuses a call that could never end, or that would continue after a difference was found.
 
     Raises:
       ProcessError: this process is a forked child, or others have called something else.
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Agreement(NamedTuple):
-    """What all processes have built alike."""
+    """What all processes have agreed on."""
 
     name: str  # the same on all of them; nothing where there is one process
     sections: Sections  # what it is; of the program only its name
@@ -80,10 +80,10 @@ class Agreement(NamedTuple):
 def agree(
     who: str, mesh: Any, sections: Callable[[], Sections], about: Callable[[], Sections] | None = None
 ) -> Agreement:  # fmt: skip
-    """Waits until all processes of the mesh have come here, and compares the `sections` that they bring.
+    """Waits for all processes of the mesh, and compares the `sections` that they bring.
 
-    Returns at once where there is one process, or no `jax.distributed`. `about` is what is known before
-    `sections` are made, which may take long.
+    Returns at once if there is one process, or no `jax.distributed`. `about` is what is known before
+    `sections` are built, which may take long.
 
     Raises:
       ProcessError: processes bring different things, or do not come within `PATIENCE_SECONDS`.
@@ -102,11 +102,7 @@ def agree(
 
 
 def gather(who: str, mesh: Any, own: Any) -> list[Any]:
-    """What each process of the mesh brings, as JSON has it, in all of them.
-
-    Raises:
-      ProcessError: one has called something else, or does not come within `PATIENCE_SECONDS`.
-    """
+    """Gathers a JSON value from each process of the mesh; raises as `agree` does."""
     room = _room_of(mesh)
     if room is None:
         return [own]
@@ -120,11 +116,7 @@ def gather(who: str, mesh: Any, own: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def alike(who: str, mesh: Any, sections: Callable[[], Sections]) -> Iterator[None]:
-    """Something that all processes of the mesh do by themselves: if one fails, all do.
-
-    Raises:
-      ProcessError: another one failed, or brings different `sections`; see `agree`.
-    """
+    """Wraps what all processes of the mesh do by themselves: if one fails, all raise ProcessError."""
     try:
         yield
     except Exception as error:
@@ -143,9 +135,9 @@ def agree_again(who: str, mesh: Any, before: Agreement) -> None:
 
 
 def goes_on(mesh: Any, name: str) -> bool:
-    """Notes a call of what was agreed on before; False if all should agree again before it runs.
+    """Notes a call of what was agreed on before; returns False if all should agree again before it.
 
-    They should if the call is not like the one before, and meetings take too little time to matter.
+    They should if the call differs from the one before, and a meeting takes too little time to matter.
     """
     room = _room_of(mesh)
     if room is None:
@@ -158,7 +150,7 @@ def goes_on(mesh: Any, name: str) -> bool:
 
 
 def note(who: str, mesh: Any) -> None:
-    """Notes a call that needs no agreement, and that all processes make."""
+    """Notes a call that all processes make, and that needs no agreement."""
     room = _room_of(mesh)
     if room is not None:
         room.describe(who, {"call": [who]})
@@ -166,10 +158,10 @@ def note(who: str, mesh: Any) -> None:
 
 
 def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) -> None:
-    """Makes sure that all processes, of `jax.distributed` or a mesh, have made the same calls so far.
+    """Checks that all processes, of `jax.distributed` or of a mesh, have made the same calls so far.
 
-    It costs a millisecond or two, and waits for those that have yet to come. What `about` says of this call
-    must be the same, too. Without a mesh it is for all processes.
+    It takes a millisecond or two, and waits for those that have yet to come. What `about` says of this call
+    must be the same, too.
 
     Raises:
       ProcessError: they have not, or do not come within `PATIENCE_SECONDS`.
@@ -188,7 +180,7 @@ def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) ->
 
 
 def checksum(x: Any) -> str:
-    """Of an array's bytes; of one that spans processes its type, for no process has all of it."""
+    """A checksum of an array's bytes; for an array that spans processes its type, as none has all of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return str(jax.typeof(x))
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -203,14 +195,14 @@ def _digest(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _processes_of(mesh: Any) -> tuple[int, ...]:
-    """The processes whose devices a mesh has; an abstract mesh has none."""
+    """The processes that have the mesh's devices; an abstract mesh has none."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return ()
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def _room_of(mesh: Any) -> Room | None:
-    """Where the processes of a mesh meet; None if there is one, or no `jax.distributed`."""
+    """The processes of a mesh and their log; None if there is one process, or no `jax.distributed`."""
     return _room_on(_processes_of(mesh))
 
 
@@ -223,7 +215,7 @@ def _room_on(processes: tuple[int, ...]) -> Room | None:
 def _meet(
     who: str, room: Room, about: Sections, bring: Callable[[], tuple[Sections, Agreement]]
 ) -> Agreement:
-    """Compares the sections that all processes bring; notes the call before, and what becomes of it."""
+    """Compares the sections of all processes; logs the call before, and the outcome after."""
     entry = room.log.waits(_described(room, {**about, PROGRAM: ["a new one"]}))
     try:
         sections, agreement = bring()
@@ -244,7 +236,7 @@ def _described(room: Room, sections: Sections) -> str:
 
 
 def _compare(who: str, room: Room, sections: Sections) -> None:
-    """Waits for all, and raises if they bring something else."""
+    """Waits for all processes, and raises if they bring different sections."""
     store, processes = _jax_state.key_value_store(), room.processes
     table = f"jzero/{_digest(repr(processes))}"
     meeting = _meetings[processes]
@@ -263,9 +255,9 @@ def _compare(who: str, room: Room, sections: Sections) -> None:
 
 
 def _exchange(who: str, store: Any, table: str, room: Room, digest: str) -> dict[str, Any]:
-    """What came of a meeting: those who brought the same, once all have come.
+    """The outcome of a meeting: groups of processes with equal digests, once all have come.
 
-    The first process reads what all have brought, and writes what came of it.
+    The first process reads all digests, and writes the outcome.
     """
     here, processes = jax.process_index(), room.processes
     store.key_value_set(f"{table}/digest/{here}", digest)
@@ -296,7 +288,7 @@ def _digests(store: Any, table: str) -> dict[int, str]:
 
 
 def _outcome(room: Room, digests: dict[int, str]) -> dict[str, Any] | None:
-    """None as long as somebody is missing."""
+    """None while somebody is missing."""
     if len(digests) < len(room.processes):
         return None
     groups: dict[str, list[int]] = {}
@@ -306,7 +298,7 @@ def _outcome(room: Room, digests: dict[int, str]) -> dict[str, Any] | None:
 
 
 def _meets_from(processes: tuple[int, ...], log: CallLog) -> int:
-    """The call from which on another meeting costs little of the time of the calls before it."""
+    """The call from which on another meeting takes little of the time of the calls before it."""
     now = time.monotonic()
     last, _last_meeting[processes] = _last_meeting.get(processes), (log.calls, now)
     if last is None:
@@ -316,7 +308,7 @@ def _meets_from(processes: tuple[int, ...], log: CallLog) -> int:
 
 
 def _written(store: Any, table: str, outcome: dict[str, Any] | None) -> str | None:
-    """What came of a meeting, as all read it: as the first who knows writes it."""
+    """The outcome that all read: that of the process which writes first."""
     if outcome is None:
         return None
     try:
@@ -340,7 +332,7 @@ def _absence(who: str, missing: list[int], num: int) -> str:
 
 
 def _texts_of(store: Any, table: str, processes: list[int], sections: Sections) -> list[Sections]:
-    """What these processes brought, whose digests differ; one of them may be this, with `sections`."""
+    """The sections of these processes, whose digests differ; this process may be one of them."""
     here = jax.process_index()
     if here in processes:
         store.key_value_set_bytes(f"{table}/text/{here}", _unlike.pack(sections))

@@ -24,7 +24,7 @@ _MOST_ENTRIES = 4096
 
 @dataclasses.dataclass
 class Entry:
-    """A call that is not like the one before it; those after it are like it until the next entry."""
+    """A call that differs from the one before it; calls until the next entry are like it."""
 
     call: int  # its number, from 1
     kind: str  # one of those above
@@ -39,13 +39,11 @@ class Copy:
     entries: list[Any]  # `[call, kind, name]` of each entry
 
     def between(self, after: int, until: int) -> list[Any]:
-        """The entries after one call, up to another one."""
+        """Entries of calls in (after, until]."""
         return [entry for entry in self.entries if after < entry[0] <= until]
 
 
 class CallLog:
-    """What this process has called."""
-
     def __init__(self) -> None:
         self.calls = 0  # how many there were, the current one included
         self.name: str | None = None  # of the last call; None if it has yet to be agreed on
@@ -54,14 +52,14 @@ class CallLog:
         self._entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
     def runs(self, name: str) -> None:
-        """A call of something that all processes know."""
+        """Logs a call of something that all processes know."""
         if name != self.name:
             self._append(Entry(self.calls + 1, RUNS, name))
             self._remember(self.calls + 1, name)
         self.calls += 1
 
     def waits(self, name: str) -> Entry:
-        """A call that all processes have to agree on; it is settled later."""
+        """Logs a call that all processes have to agree on; `settle` completes it."""
         entry = Entry(self.calls + 1, WAITS, name)
         self._append(entry)
         self.name = None
@@ -69,23 +67,23 @@ class CallLog:
         return entry
 
     def ends(self, name: str) -> None:
-        """In the place of the next call: there is none."""
+        """Logs, in place of the next call, that there is none."""
         self._append(Entry(self.calls + 1, ENDS, name))
         self.calls += 1
 
     def settle(self, entry: Entry, kind: str, name: str) -> None:
-        """Says what became of a call that had to be agreed on."""
+        """Completes a call that had to be agreed on."""
         entry.kind, entry.name = kind, name
         self.name = name if kind == MEETS else None
         self._remember(entry.call, name if kind == MEETS else FAILS)
 
     def forget(self, call: int) -> None:
-        """Drops what all processes have done alike, up to a call."""
+        """Drops entries up to a call up to which all processes are alike."""
         while len(self._entries) > 1 and self._entries[1].call <= call:
             self._entries.popleft()
 
     def copy(self) -> Copy:
-        """The log as it is now, while another thread may be writing it."""
+        """A consistent copy while another thread may be writing."""
         calls = self.calls
         entries = [entry for entry in self._entries.copy() if entry.call <= calls]
         return Copy(calls, [[entry.call, entry.kind, entry.name] for entry in entries])
@@ -109,10 +107,7 @@ class Difference:
 
 
 def first_difference(logs: Mapping[int, Copy], after: int = 0) -> Difference | None:
-    """The first call, of those that several processes have made, in which they differ.
-
-    Up to the call `after` they are known to be alike.
-    """
+    """The first call after `after` in which logs differ; up to `after` they are known to be alike."""
     if _all_alike(list(logs.values()), after):
         return None
     calls = {entry[0] for log in logs.values() for entry in log.entries}
@@ -125,7 +120,7 @@ def first_difference(logs: Mapping[int, Copy], after: int = 0) -> Difference | N
 
 
 def _all_alike(logs: Sequence[Copy], after: int) -> bool:
-    """Whether no log has an entry that the first one lacks, as far as both have come; quick to tell."""
+    """Whether no log has an entry that the first one lacks, as far as both go; a fast check."""
     ends = [min(logs[0].calls, log.calls) for log in logs]
     return all(
         log.between(after, end) == logs[0].between(after, end)
@@ -143,7 +138,7 @@ def _at(log: Copy, call: int) -> tuple[str, str] | None:
 
 
 def _differ(states: Iterable[tuple[str, str]]) -> bool:
-    """Whether one call was not the same, so that a process waits for ever, or goes on alone.
+    """Whether a call differs such that a process waits for ever, or goes on alone.
 
     Processes that wait to agree find out by themselves that they bring different things.
     """

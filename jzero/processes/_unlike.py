@@ -27,7 +27,7 @@ def named(processes: Sequence[int]) -> str:
 
 
 def before_a_call(who: str, unlike: Sequence[Sequence[int]], texts: Sequence[Sections]) -> str:
-    """The message of two groups of processes that are about to start different things."""
+    """The message about two groups of processes that are about to start different things."""
     return message(
         who, _lines(unlike, texts), RULE,
         "Start them from the same code, configuration and versions.",
@@ -37,7 +37,7 @@ def before_a_call(who: str, unlike: Sequence[Sequence[int]], texts: Sequence[Sec
 def in_a_call(
     who: str, call: int, unlike: Sequence[Sequence[int]], texts: Sequence[Sections]
 ) -> str:
-    """The message of two groups of processes that have started different things."""
+    """The message about two groups of processes that have started different things."""
     common = [{name: text[name] for name in texts[0] if name in texts[1]} for text in texts]
     lines = _lines(unlike, common if common[0] != common[1] else texts)
     return message(
@@ -56,7 +56,7 @@ def unpack(packed: bytes) -> Sections:
 
 
 def _lines(unlike: Sequence[Sequence[int]], texts: Sequence[Sections]) -> list[str]:
-    """Under each heading the first line that differs."""
+    """For each heading the first line that differs."""
     found = {}
     for heading in dict.fromkeys([*texts[0], *texts[1]]):
         columns = [text.get(heading, []) for text in texts]

@@ -42,7 +42,7 @@ _END = "the end of the process"
 
 
 class Room:
-    """The log of this process's calls on one set of processes, and its place in the store."""
+    """The log of this process's calls on one set of processes, and its keys in the store."""
 
     def __init__(self, processes: tuple[int, ...]):
         self.processes = processes
@@ -55,18 +55,18 @@ class Room:
         self._alike = 0  # the call up to which all are known to be alike
 
     def describe(self, name: str, sections: _unlike.Sections) -> None:
-        """What a name in the log stands for."""
+        """Declares what a name in the log stands for."""
         if name not in self._described:
             self._described.add(name)
             self._undeclared.append((name, sections))
 
     def end(self) -> None:
-        """Notes that this process makes no more calls."""
+        """Logs that this process makes no more calls."""
         self.describe(_END, {"call": [_END]})
         self.log.ends(_END)
 
     def look(self, store: Any) -> str | None:
-        """Tells the others what this process has called; what differs between them, if anything does."""
+        """Publishes this process's log; returns the difference between processes, if one was found."""
         while self._undeclared:
             name, sections = self._undeclared.pop()
             store.key_value_set_bytes(f"{self._key}/text/{name}", _unlike.pack(sections), True)
@@ -100,7 +100,7 @@ class Room:
             store.key_value_set(f"{self._key}/found", json.dumps([alike, over, told]), True)
 
     def _waits_for_more(self, difference: Difference) -> bool:
-        """Whether others may be about to say what they have called, which shows who is the odd one."""
+        """Whether others may be about to publish their calls, which would show who is the odd one."""
         num = sum(len(processes) for _, processes in difference.groups)
         first, self._doubted = self._doubted != difference.call, difference.call
         return first and num < len(self.processes)
@@ -112,7 +112,7 @@ class Room:
 
 
 class Watch:
-    """The thread, the logs that it tells, and what it has found."""
+    """The thread, the logs that it publishes, and what it has found."""
 
     def __init__(self) -> None:
         self.difference: str | None = None  # between processes, as the message of an error
@@ -125,7 +125,7 @@ class Watch:
         self._pid = os.getpid()
 
     def room(self, processes: tuple[int, ...]) -> Room:
-        """The log of calls on these processes; the first one starts the thread."""
+        """The log of calls on these processes; the first call starts the thread."""
         if processes not in self._rooms:
             self._rooms = self._rooms | {processes: Room(processes)}
         if self._thread is None:
@@ -138,17 +138,13 @@ class Watch:
         self._wake.set()
 
     def check(self) -> None:
-        """Raises what was found.
-
-        Raises:
-          ProcessError: processes have called different things.
-        """
+        """Raises ProcessError if processes were found to differ."""
         if self.difference is not None:
             self._told = True
             raise ProcessError(self.difference)
 
     def wait(self, seconds: float) -> None:
-        """Waits so long whether something is found."""
+        """Waits at most `seconds` for a difference to be found."""
         end = time.monotonic() + seconds
         while self.difference is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -188,7 +184,7 @@ class Watch:
         os._exit(1)
 
     def _tell(self) -> None:
-        """Prints what was found as if the main thread had raised it where it stands."""
+        """Prints the difference as if the main thread had raised it where it is."""
         self._told = True
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         lines = traceback.format_stack(frame) if frame and not self._exiting else []
@@ -197,7 +193,7 @@ class Watch:
         print("".join([*start, *lines, *error]), end="", file=sys.stderr)
 
     def _exit(self) -> None:
-        """When the interpreter ends: says so, and waits for the others, as JAX would, but not for ever."""
+        """At exit: says so, and waits for the others as JAX would, but not for ever."""
         if os.getpid() != self._pid:
             return
         if not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
@@ -227,7 +223,7 @@ class Watch:
 
 
 def try_get(store: Any, key: str) -> str | None:
-    """What is stored under a key; None if nothing is."""
+    """The value of a key, or None."""
     try:
         return store.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:

@@ -49,7 +49,6 @@ class Types(NamedTuple):
 
     @classmethod
     def of(cls, sizes: RoleBytes) -> Types:
-        """Those of a model with so many bytes per parameter."""
         state = "masters" if sizes.masters else "moments" if sizes.optimizer_state else "none"
         narrow = sizes.compute < sizes.parameters
         params = "float32" if narrow or not sizes.masters and sizes.parameters > 2 else "bfloat16"
@@ -57,8 +56,6 @@ class Types(NamedTuple):
 
 
 class AbstractStep(NamedTuple):
-    """A described step, and its sizes."""
-
     report: Report  # of it
     types: Types  # dtypes of its leaves
     layers: int  # how many its loop has
@@ -67,12 +64,11 @@ class AbstractStep(NamedTuple):
 
     @property
     def num_params(self) -> int:
-        """Elements of its parameter."""
         return self.layers * self.width**2
 
     @property
     def saved_elements(self) -> int:
-        """What its loop saves for the backward loop, on each device, of all microbatches."""
+        """Elements that the loop saves for the backward loop, on each device, of all microbatches."""
         return self.layers * self.width * _ROWS * self.report.plan.accumulate
 
 
@@ -81,9 +77,9 @@ class AbstractStep(NamedTuple):
 def abstract_step(
     options: Options, axes: tuple[tuple[str, int], ...], types: Types, recompute: bool, whole: bool
 ) -> AbstractStep:
-    """What `describe` says of it; options in bytes are replaced, as the sizes are.
+    """Plans and describes the step. Options in bytes are replaced, since its sizes are not the model's.
 
-    `whole` says whether all parameters that are stored on the hosts fit on the devices together, as shards.
+    `whole`: whether all parameters stored on the hosts fit on the devices together, as shards.
     """
     num = math.prod(size for _, size in axes)
     quantized = options.comm.gather_dtype is not None or options.reduces_codes
@@ -129,7 +125,7 @@ def abstract_step(
 
 
 def _resized(options: Options, window: int, tile_bytes: int) -> Options:
-    """The same options, with the bytes of the abstract step ([Note: sizes of the abstract step])."""
+    """The options with the bytes of the abstract step ([Note: sizes of the abstract step])."""
     memory, comm = options.offload.memory, options.comm
     if comm.tile_bytes is not None:
         comm = dataclasses.replace(comm, tile_bytes=tile_bytes)
@@ -145,7 +141,7 @@ def _resized(options: Options, window: int, tile_bytes: int) -> Options:
 
 
 def _unbounded(policy: Any) -> Policy:
-    """A policy of optimizer state, of all of it at a time."""
+    """A policy of optimizer state that handles all of it at once."""
     match policy:
         case HostCPU():  # A leaf is not cut; of what stays on the devices numbers know the share.
             return dataclasses.replace(policy, ratio=1)

@@ -38,7 +38,7 @@ def check(
     model: Any, count: int | None, devices: Any, axes: Any, model_parallel: Any, optimizer: Any,
     precision: Any,
 ) -> None:  # fmt: skip
-    """Raises an `OptionError` that names all arguments that are not what they should be."""
+    """Refuses all invalid arguments in one message."""
     bad = []
     if count is None:
         bad.append(f"model={model!r} is not {COUNT_RULE}, and no configuration")
@@ -61,7 +61,7 @@ def check(
 
 
 def check_offload(offload: Backend, sizes: RoleBytes, optimizer: str, num_devices: int) -> None:
-    """Raises an `OptionError` for a policy that numbers alone cannot tell, or that a step would refuse."""
+    """Refuses a policy that numbers alone do not determine, or that a step would refuse."""
     if offload.updates_on_host and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
         raise OptionError(message(
             WHO, f"{offload}, optimizer={optimizer!r} and {num_devices} devices",
@@ -79,7 +79,7 @@ def check_offload(offload: Backend, sizes: RoleBytes, optimizer: str, num_device
 
 
 def check_workload(options: Options, workload: Workload) -> None:
-    """Raises an `OptionError` for a workload that does not go with the options."""
+    """Refuses a workload that does not fit the options."""
     if options.offload.streams and options.microbatches.reduce == "once":
         raise OptionError(message(
             WHO, "Microbatches(reduce='once') and Memory(params=)",
@@ -109,7 +109,7 @@ def check_workload(options: Options, workload: Workload) -> None:
 def check_rates(
     options: Options, workload: Workload, given: Rates, moves: Mapping[str, bool]
 ) -> None:
-    """Raises an `OptionError` for rates without what they are the rates of.
+    """Refuses rates of links on which nothing moves, and rates without what they need.
 
     `moves` says by the name of a rate whether a step moves anything at it.
     """
@@ -135,6 +135,6 @@ def check_rates(
 
 
 def _said(given: Mapping[str, int]) -> str:
-    """As they are written: `pcie='55GB/s'`."""
+    """`pcie='55GB/s'`."""
     units = {name: readable_flops if name == "peak" else readable_rate for name in given}
     return ", ".join(f"{name}='{units[name](n).replace(' ', '')}'" for name, n in given.items())

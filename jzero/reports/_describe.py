@@ -449,7 +449,6 @@ class Report(Printed):
         return lines
 
     def _inputs_and_outputs(self) -> list[str]:
-        """Lines on the layouts of arguments and outputs."""
         lines = []
         for title, found in (("arguments", self.arguments), ("outputs", self.outputs)):
             layouts: dict[str, list[str]] = {}
@@ -479,7 +478,7 @@ _REDUCTIONS = {
 
 
 def report_of(program: Program, call: Call) -> Report:
-    """What there is to say of a step on a call's shapes; nothing runs."""
+    """The report of a step on a call's shapes; nothing runs."""
     inputs = placed_inputs(call, program)
     jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
     num_state = program.out_tree.num_leaves - len(program.plan.outputs)
@@ -514,7 +513,7 @@ def report_of(program: Program, call: Call) -> Report:
 def _looped(found: Any, arrays: Mapping[str, Any], plan: StepPlan) -> tuple[str, ...]:
     """Arguments over whose dim 0 a loop of the step runs on every device.
 
-    Their dim 1 could be split: in a batch of minibatches it has the rows.
+    Their dim 1 could be sharded: in a batch of minibatches it has the rows.
     """
     if not isinstance(found, Partitioned):
         return ()

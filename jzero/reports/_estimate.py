@@ -257,7 +257,7 @@ def estimate(
 
 
 def _is_config(model: Any) -> bool:
-    """Whether it is a configuration, or a path of one, and no number."""
+    """Whether it is a configuration or the path of one, rather than a number."""
     if isinstance(model, str):
         return model.endswith(".json") or os.sep in model or not re.match(r"[-+]?\.?\d", model)
     return isinstance(model, Mapping | os.PathLike)
@@ -495,7 +495,7 @@ class Estimate(Printed):
 
 
 def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
-    """The roles of some estimates, but for those that only hosts hold."""
+    """The roles of some estimates, except those that only hosts hold."""
     rows = [row for e in found for row in e.memory]
     return list(
         dict.fromkeys(

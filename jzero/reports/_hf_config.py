@@ -24,11 +24,11 @@ _ENTRY = "Correct it, or pass the number of parameters instead, '7.5B'."
 
 
 class _Bad(Exception):
-    """Of a configuration: what a message says of it."""
+    """A finding about a configuration; its arguments are those of a message."""
 
 
 class ModelPart(NamedTuple):
-    """Some equal parts of a model: its layers, or one part of another kind."""
+    """Equal parts of a model: its layers, or a part of another kind."""
 
     name: str  # as transformers names it
     num: int  # how many
@@ -36,12 +36,12 @@ class ModelPart(NamedTuple):
 
     @property
     def num_params(self) -> int:
-        """Of one."""
+        """Parameters of one."""
         return sum(map(math.prod, self.shapes.values()))
 
 
 class Model(NamedTuple):
-    """A model as its configuration says."""
+    """A model as its configuration describes it."""
 
     model_type: str  # the name of its family
     width: int  # elements of a layer's input for a token
@@ -50,17 +50,14 @@ class Model(NamedTuple):
 
     @property
     def num_params(self) -> int:
-        """All parameters."""
         return sum(part.num * part.num_params for part in self.parts)
 
     @property
     def layers(self) -> tuple[ModelPart, ...]:
-        """The kinds of layers."""
         return tuple(part for part in self.parts if part.name.endswith("layers"))
 
     @property
     def num_layers(self) -> int:
-        """Layers of all kinds."""
         return sum(part.num for part in self.layers)
 
     @property
@@ -77,7 +74,6 @@ class Model(NamedTuple):
         return max(leaves, key=lambda leaf: math.prod(leaf[1]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Sizes as plain types."""
         name, shape = self.largest_leaf
         return {
             "model_type": self.model_type,
@@ -91,9 +87,7 @@ class Model(NamedTuple):
 def read_model(config: Any, who: str = "estimate", edit: str = _ENTRY) -> Model:
     """The model of a configuration: a dict, or the path of its JSON file.
 
-    Raises:
-      OptionError: it is neither, its family is not known, or an entry is not what it should be; `edit` says
-        what to do about an entry.
+    Refuses an unknown family and invalid entries; `edit` says what to do about an entry.
     """
     try:
         return _model(_read(config))
@@ -159,7 +153,7 @@ def _refused(key: str, value: Any, rule: str, edit: str = _ENTRY) -> _Bad:
 
 
 class _Entries:
-    """A configuration's entries, checked as they are read; null is as if it was not there."""
+    """A configuration's entries, checked as they are read; null counts as missing."""
 
     def __init__(self, entries: Mapping[str, Any]):
         self._entries = {key: x for key, x in entries.items() if x is not None}
@@ -167,7 +161,7 @@ class _Entries:
         self.head_dim: int | None = None  # as the family's reader finds it
 
     def family(self) -> str:
-        """The name of the family, from `model_type`, or else from the class."""
+        """The family by `model_type`, or else by the class."""
         kind, known = self._entries.get("model_type"), ", ".join(_FAMILIES)
         if kind is None and (classes := self.classes()):
             kind = next((name for name, f in _FAMILIES.items() if classes <= {*f.classes}), None)
@@ -181,7 +175,7 @@ class _Entries:
         return kind
 
     def classes(self) -> set[str]:
-        """Of transformers: none, or one."""
+        """The class of transformers, if one is given."""
         found = self._entries.get("architectures", [])
         if (
             not isinstance(found, list)
@@ -200,7 +194,7 @@ class _Entries:
     def size(
         self, key: str, default: int | None = None, most: int = _MAX_SIZE, least: int = 1
     ) -> int:
-        """A whole number; it must be there if it has no default."""
+        """A whole number; required if it has no default."""
         value = self._entries.get(key, default)
         if value is None:
             raise _Bad(
@@ -213,11 +207,10 @@ class _Entries:
         return bool(self.of_kind(key, bool, default, "true or false"))
 
     def says(self, key: str) -> bool:
-        """Whether there is an entry, or null."""
+        """Whether the entry is there, be it null."""
         return key in self._entries or key in self._null
 
     def of_kind(self, key: str, kind: type, default: Any, what: str) -> Any:
-        """An entry of that type."""
         value = self._entries.get(key, default)
         if type(value) is not kind:
             raise _refused(key, value, f"It is {what}.")
@@ -232,7 +225,7 @@ def _linear(name: str, out: int, into: int, bias: bool = False) -> ParamShapes:
 
 
 def _conv1d(name: str, into: int, out: int) -> ParamShapes:
-    """A linear layer of GPT-2: its weight is the transpose of others'."""
+    """A linear layer of GPT-2, whose weight is transposed."""
     return {f"{name}.weight": (into, out), f"{name}.bias": (out,)}
 
 
@@ -244,10 +237,10 @@ def _norms(width: int, *names: str, bias: bool = False) -> ParamShapes:
 def _attention(
     c: _Entries, d: int, head_dim: int | None, bias: str, head_norms: bool, old: bool = False
 ) -> ParamShapes:
-    """Its heads may be wider than their share of the input `d`.
+    """Projections of attention; heads may be wider than their share of the input `d`.
 
-    Biases are those of projections: 'none', 'qkv', or 'all' if `attention_bias` says so. `head_dim` is the
-    default, None for a head's share. `old` models may have no heads of keys (Llama's first).
+    `bias`: which projections have one: 'none', 'qkv', or 'all' if `attention_bias` says so. `head_dim` is the
+    default, None for a head's share of `d`. `old` models (Llama's first) have no num_key_value_heads.
     """
     heads = c.size("num_attention_heads")
     kv_heads = c.size(
@@ -299,8 +292,6 @@ def _decoder(
     bias: str, tied: bool = False, head_dim: int | None = None, head_norms: bool = False,
     num_norms: int = 2, mlp_bias: bool = False,
 ) -> Callable[[_Entries], _Reading]:  # fmt: skip
-    """Decoders of Llama's kind: RMSNorm, rotary embeddings, a gated MLP."""
-
     def read(c: _Entries) -> _Reading:
         d = c.size("hidden_size")
         bias_too = mlp_bias and c.flag("mlp_bias", False)
@@ -335,7 +326,7 @@ def _mixtral(c: _Entries) -> _Reading:
 
 
 def _qwen_moe(bias: str, head_norms: bool, shared: bool) -> Callable[[_Entries], _Reading]:
-    """Every so many layers have experts, but for those that are listed."""
+    """Layers with experts at regular steps, except those that are listed as dense."""
 
     def read(c: _Entries) -> _Reading:
         d, num = c.size("hidden_size"), c.size("num_hidden_layers", most=_MAX_LAYERS)
@@ -421,7 +412,7 @@ def _t5(c: _Entries) -> _Reading:
 
 
 def _vit(c: _Entries) -> _Reading:
-    """Of the class without a head, with its pooler, as transformers makes it."""
+    """The class without a head has a pooler, as transformers makes it."""
     d, inner = c.size("hidden_size"), c.size("intermediate_size")
     image, patch, channels = (
         c.size("image_size", 224),
@@ -458,7 +449,7 @@ def _vit(c: _Entries) -> _Reading:
 
 
 def _num_classes(c: _Entries) -> int:
-    """Two by default, as in transformers; none without a head."""
+    """Two by default, as in transformers; 0 for none."""
     names = c.of_kind("id2label", dict, {}, "an object with the names of classes")
     return len(names) or c.size("num_labels", 2, least=0)
 
@@ -481,7 +472,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 
 class _Family(NamedTuple):
-    """Models that differ in sizes alone: the classes of transformers, and how a configuration is read."""
+    """Models that differ only in sizes: the classes of transformers, and the reader of a configuration."""
 
     classes: tuple[str, ...]
     read: Callable[[_Entries], _Reading]

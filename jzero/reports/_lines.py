@@ -16,10 +16,10 @@ _JOINT = re.compile(r"(?=\[)|(?<!\.)(?=\.(?![\d.]))|(?<=/)")
 def wrapped(
     text: str, indent: str = "", width: int = WIDTH, first: str = "", cut: bool = True
 ) -> list[str]:
-    """One line of prose as several of at most `width` columns: `first` begins it, `indent` the others.
+    """Wraps one line of prose at `width` columns; `first` begins the first line, `indent` the others.
 
-    Numbers stay with their units, and only what is too long for any line, as the paths of leaves may be, is
-    cut, unless `cut` says not to: before its keys if that is enough, and never between digits.
+    Numbers stay with their units. A word that is too long for any line, such as the path of a leaf, is cut,
+    before a key if possible and never between digits, unless `cut` is false.
 
     >>> wrapped("1 of 2 leaves stays full: state['table']['rows'] float32[10,64]", "  ", width=40)
     ['1 of 2 leaves stays full:', "  state['table']['rows'] float32[10,64]"]
@@ -39,7 +39,7 @@ def wrapped(
 
 
 def prose(lines: Iterable[str], width: int = WIDTH) -> list[str]:
-    """Lines of at most `width` columns; what does not fit goes on two columns deeper than it begins."""
+    """Wraps lines; continuation lines are indented by two more columns."""
     found = list[str]()
     for line in lines:
         text = line.lstrip(" ")
@@ -49,7 +49,7 @@ def prose(lines: Iterable[str], width: int = WIDTH) -> list[str]:
 
 
 def _pieces(word: str, room: int) -> Iterator[str]:
-    """A word in parts of at most `room`, cut at its joints; what is longer, anywhere but in a number."""
+    """Cuts a word into pieces of at most `room`: at joints if possible, never in a number."""
     for part in _JOINT.split(word):
         while len(part) > room and (at := _cut(part, room)):
             yield part[:at]
@@ -58,7 +58,7 @@ def _pieces(word: str, room: int) -> Iterator[str]:
 
 
 def _cut(text: str, room: int) -> int:
-    """Where to cut: after a comma, or else at most at `room`; 0 if all of it up to there is a number."""
+    """Where to cut: after a comma, else at most at `room`; 0 if everything up to there is a number."""
     fits = [at for at in range(room, 0, -1) if not _in_number(text, at)]
     return next((at for at in fits if text[at - 1] == ","), fits[0] if fits else 0)
 

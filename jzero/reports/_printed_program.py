@@ -53,7 +53,7 @@ def as_traced(
 ) -> PrintedProgram:  # fmt: skip
     """A step as it was traced: its arguments and results are the state's leaves, then the others.
 
-    `arguments` has each leaf other than the state, with its sharding; `outputs` the paths of other results.
+    `arguments` maps each leaf other than the state to its shape and sharding; `outputs` are paths.
     """
     state = tuple(_at_rest(leaf, mesh) for leaf in plan.leaves)
     given = tuple(
@@ -76,10 +76,10 @@ def as_partitioned(
     arguments: Sequence[str],
     outputs: Sequence[str],
 ) -> PrintedProgram:
-    """A step's program of one device after a pass; of a step of several programs, the one of gradients.
+    """A step's program of one device after a pass; for a step of several programs, that of gradients.
 
     `part` says which of the step's arguments and results it has. `arguments` and `outputs` are the paths of
-    those beside the state.
+    those other than the state.
     """
     state = [(leaf.path, leaf.role) for leaf in plan.leaves]
     takes = [*state, *((path, "") for path in arguments)]

@@ -27,18 +27,16 @@ _MOST = 8  # distributed updates; quantized leaves
 
 
 def first_lines(lines: Sequence[str], most: int) -> list[str]:
-    """The first lines, and how many more there are."""
     return [*lines[:most], *[f"  and {len(lines) - most} more"] * (len(lines) > most)]
 
 
 def largest(values: Iterable[Any], most: int, text: Callable[[Any], str] = str) -> list[str]:
-    """A line for each of the values with the most `nbytes`."""
     found = sorted(values, key=lambda x: -x.nbytes)
     return first_lines([f"  {readable_bytes(x.nbytes)}  {text(x)}" for x in found], most)
 
 
 def by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """A line for each reason, with the paths that have it."""
+    """A line for each reason, with its paths."""
     return [
         f"  {listed([path for path, reason in pairs if reason == why], 8)}: {why}"
         for why in dict.fromkeys(why for _, why in pairs)
@@ -46,7 +44,6 @@ def by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> list[str]:
-    """Lines on how a device works through them."""
     if plan.accumulate == 1:
         return []
     when = "once per step" if plan.reduce_once else "for each microbatch"
@@ -81,7 +78,7 @@ def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> l
 
 
 def from_host(plan: StepPlan, transfers: Sequence[Transfer]) -> list[str]:
-    """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
+    """For an evaluation of parameters on the host: the budget, and bytes per iteration."""
     if not plan.evaluates or not transfers:
         return []
     iterations: dict[Iterations, int] = {}
@@ -105,7 +102,7 @@ def from_host(plan: StepPlan, transfers: Sequence[Transfer]) -> list[str]:
 
 
 def activations(plan: StepPlan) -> list[str]:
-    """Lines on what is saved on the host for the backward pass; none without `Memory(activations=)`."""
+    """Empty without `Memory(activations=)`."""
     found = plan.activations
     if found is None:
         return []
@@ -130,7 +127,7 @@ def activations(plan: StepPlan) -> list[str]:
 
 
 def tiles(plan: StepPlan, found: Sequence[Untiled]) -> list[str]:
-    """Lines on tiles, and on what is larger than one all the same."""
+    """Lines on tiles, and on what is larger than one and not tiled."""
     nbytes = plan.exchange.tile_bytes
     if nbytes is None:
         return []
@@ -142,7 +139,7 @@ def tiles(plan: StepPlan, found: Sequence[Untiled]) -> list[str]:
 
 
 def left_full(plan: StepPlan) -> list[str]:
-    """Leaves that the stage would shard, and that stay replicated; and why."""
+    """Leaves that the stage would shard and that stay replicated, and why."""
     leaves = plan.leaves
     full = [leaf for leaf in leaves if leaf.why_full]
     params = [leaf for leaf in leaves if leaf.role == PARAMETER]
@@ -190,7 +187,7 @@ def uncut(leaves: Sequence[LeafPlan]) -> list[str]:
 
 
 def owned(plan: StepPlan) -> list[str]:
-    """Lines on matrices that an update needs whole: whose update is distributed, and whose is replicated."""
+    """Matrices that an update needs whole: which updates are distributed, and which are replicated."""
     lines = []
     for each in plan.owned[:_MOST]:
         what, leaves = f"{each.num} x {each.matrix}", listed(each.leaves)
@@ -205,7 +202,7 @@ def owned(plan: StepPlan) -> list[str]:
 
 
 def offloaded(plan: StepPlan, code_paths: str) -> list[str]:
-    """Leaves that are stored on the host, how they are updated, and the optimizer state that is not."""
+    """Leaves stored on the host, how they are updated, and optimizer state that stays on the devices."""
     leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
     if not leaves:
         return []
@@ -244,7 +241,7 @@ def offloaded(plan: StepPlan, code_paths: str) -> list[str]:
 def quantized(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[str]:
-    """What is quantized, what is not and why, and the leaves of which most was rounded off."""
+    """What is quantized, what is not and why, and the leaves with the largest rounding errors."""
     found = quantized_leaves(leaves, traffic, errors)
     if not found:
         return []
@@ -274,7 +271,6 @@ def quantized(
 def quantized_leaves(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[dict[str, Any]]:
-    """Each quantized leaf, as plain types."""
     gathered = collections.Counter[str]()
     for each in traffic:
         if each.op == "all-gather":
@@ -304,7 +300,7 @@ def _bytes_of(leaves: Sequence[LeafPlan], nbytes: Callable[[LeafPlan], int]) -> 
 def _listed(
     leaves: Sequence[LeafPlan], why: Callable[[LeafPlan], str], nbytes: Callable[[LeafPlan], int]
 ) -> list[str]:
-    """Leaves by the reason that they have, and of each a line for all of one kind; most bytes first."""
+    """Leaves grouped by reason, then by role, dtype and shape; most bytes first."""
     reasons: dict[str, list[LeafPlan]] = {}
     for leaf in sorted(leaves, key=lambda leaf: -nbytes(leaf)):
         reasons.setdefault(why(leaf), []).append(leaf)

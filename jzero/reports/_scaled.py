@@ -32,7 +32,7 @@ _REDUCED = ("reduce-scatter", "all-reduce")
 
 @dataclasses.dataclass(frozen=True)
 class ScaledStep:
-    """What a step of so many parameters has on each device, and moves."""
+    """The abstract step scaled to a number of parameters: what it holds on each device, and moves."""
 
     num_params: int  # Psi
     options: Options  # as given
@@ -43,7 +43,6 @@ class ScaledStep:
 
     @functools.cached_property
     def abstract(self) -> AbstractStep:
-        """What is planned and described."""
         options, sharding = self.options, self.sharding
         shards = self.sizes.parameters * self.each / sharding.count(sharding.param_axes)
         # Half of the window for them: beside them it has what is gathered, which numbers do not tell. A loop
@@ -56,19 +55,19 @@ class ScaledStep:
 
     @property
     def each(self) -> int:
-        """Parameters of one position along the model's axis."""
+        """Parameters per position along the model's axis."""
         return math.ceil(self.num_params / self.model_parallel)
 
     @property
     def share(self) -> Fraction:
-        """Of what moves for the update, the part that is not left on the devices."""
+        """The share of optimizer state that is offloaded."""
         backend = self.options.offload
         assert backend.share is not None, "estimate refuses what is measured"
         return backend.share if backend.updates_on_host else Fraction(1)
 
     @property
     def leaves(self) -> Iterator[LeafPlan]:
-        """One for each role and memory, of bytes."""
+        """A leaf of bytes for each role and memory."""
         for leaf in self.abstract.report.plan.leaves:
             share = self.share if leaf.role == OPTIMIZER else Fraction(1)
             for tier, part in ((leaf.tier, share), (DEVICE, 1 - share)):
@@ -77,7 +76,7 @@ class ScaledStep:
                     yield self.leaf(leaf.role, size, leaf.num_shards, tier)
 
     def leaf(self, role: str, size: Fraction, num_shards: int, tier: str = DEVICE) -> LeafPlan:
-        """One of so many bytes for each parameter, over so many devices and the model's."""
+        """A leaf of `size` bytes per parameter, sharded over `num_shards` devices and the model's."""
         nbytes, num = math.ceil(size * self.num_params), num_shards * self.model_parallel
         return LeafPlan(role, (nbytes,), as_dtype(size), 1, role, REPLICATED, num, tier=tier)
 
@@ -92,7 +91,7 @@ class ScaledStep:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """Its operations; without what is so small that it does not grow with the model."""
+        """The schedule, without what is so small that it does not grow with the model."""
         found = dict[Value, Value | None]()
 
         def scaled(value: Value) -> Value | None:
@@ -123,7 +122,7 @@ class ScaledStep:
         return tuple(itertools.starmap(self._merged, groups.items()))
 
     def _codes(self, c: Collective) -> Blocks | None:
-        """The format in which it is sent; None if as it is."""
+        """The quantized format in which it is sent, or None."""
         if c.dtype != "uint8":
             return None
         reduced = self.options.reduce_codes([axis for axis, _ in self.sharding.axes])
@@ -156,7 +155,7 @@ class ScaledStep:
         )
 
     def _wire(self, op: str, dtype: str) -> Fraction:
-        """Bytes of an element that is sent as it is."""
+        """Bytes of an element that is not quantized."""
         chosen, types = self.options.reduce_float, self.abstract.types
         sizes = {types.compute: self.sizes.compute, types.params: self.sizes.parameters}
         if dtype in sizes and (chosen is None or op not in _REDUCED):
@@ -166,7 +165,7 @@ class ScaledStep:
 
     @functools.cached_property
     def accumulator(self) -> tuple[Fraction, int] | None:
-        """Of sums over microbatches: bytes for each parameter, and over how many devices; None without."""
+        """Of sums over microbatches: bytes per parameter, and over how many devices they are sharded."""
         plan, nbytes = self.abstract.report.plan, self.abstract.report.accumulator_bytes
         if plan.accumulate == 1 or plan.microbatches.by_layer:
             return None

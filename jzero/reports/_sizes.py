@@ -17,8 +17,6 @@ GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 
 class RoleBytes(NamedTuple):
-    """Bytes per parameter."""
-
     parameters: Fraction  # as they are stored
     gradients: Fraction  # as the optimizer receives them
     optimizer_state: Fraction  # masters included
@@ -53,7 +51,7 @@ NEED_ALL_SHARDS = frozenset({"adafactor", "muon"})
 
 
 def role_bytes(optimizer: str, precision: str, given: BytesPerParam) -> RoleBytes:
-    """What the two names say, where nothing else is given."""
+    """The sizes that the two names stand for, except where others are given."""
     params, grads, masters, compute = PRECISIONS[precision]
     stored = params if given.params is None else given.params
     state = masters + OPTIMIZERS[optimizer] if given.optimizer is None else given.optimizer
@@ -66,7 +64,7 @@ def role_bytes(optimizer: str, precision: str, given: BytesPerParam) -> RoleByte
 
 
 def transferred_gradients(sizes: RoleBytes) -> Fraction:
-    """Bytes of a gradient of a step that is cut: it is returned before the update makes it wider.
+    """Bytes of a gradient of an offloaded step, which returns it before the update makes it wider.
 
     A loop over layers that casts float32 parameters stacks their gradients after the cast, in 4 bytes.
     """
@@ -74,5 +72,5 @@ def transferred_gradients(sizes: RoleBytes) -> Fraction:
 
 
 def as_dtype(size: Fraction) -> str:
-    """Of that many bytes per parameter; of state, all of its leaves together."""
+    """`16-bit`; for state, of all its leaves together."""
     return f"{float(8 * size):g}-bit"

@@ -181,7 +181,7 @@ def step_time(
     rates: Rates, operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
     schedule: Schedule,
 ) -> StepTime:  # fmt: skip
-    """The least time of a step, of such `operations` by part; `tokens` are 0 if nobody knows them."""
+    """The least time of a step with these `operations` by part; `tokens` is 0 if unknown."""
     assert rates.peak is not None
     speeds = {
         **dict.fromkeys(WAYS, rates.pcie),
@@ -217,7 +217,7 @@ def step_time(
 
 
 def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
-    """What a step computes on each device, by part, for so many parameters."""
+    """Operations of each device by part."""
     recomputed = {BACKWARD: 2 * workload.recompute}
     return {
         part: (each + recomputed.get(part, 0)) * num_params * (workload.tokens or 0)
@@ -247,9 +247,9 @@ def _hides_from(
     compute: Fraction, tokens: int, moved: Mapping[str, int], speeds: Mapping[str, int | None],
     activations: Sequence[Transfer],
 ) -> int | None:  # fmt: skip
-    """The fewest tokens of which a pass hides all that it moves; `compute` is that of one token.
+    """The fewest tokens with which a pass hides all its transfers; `compute` is seconds per token.
 
-    Activations grow with the tokens, and all else is the same for any number of them.
+    Activations grow with the tokens; everything else does not depend on them.
     """
     least = 0
     for way, n in moved.items():

@@ -46,17 +46,15 @@ class Memory(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A header and rows of cells; all but the first column and those without a title are aligned right."""
+    """A header and rows of cells; text columns (the first, and untitled ones) are aligned left."""
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
     def text(self, width: int = WIDTH) -> list[str]:
-        """Its lines, none wider than `width`, with every number whole."""
         return _lay_out(self.header, self._escaped(), self._prose(), width)
 
     def html(self) -> str:
-        """The same for a notebook."""
         prose = self._prose()
 
         def row(cells: Sequence[str], tag: str) -> str:
@@ -88,7 +86,7 @@ class Printed(abc.ABC):
         """What the report says; of a block without lines, nothing."""
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, at most `width` columns wide, with an empty line between two blocks."""
+        """The text, at most `width` columns wide, with an empty line between blocks."""
         found = list[str]()
         for block in self.blocks():
             lines = block.text(width) if isinstance(block, Table) else prose(block or (), width)
@@ -99,7 +97,6 @@ class Printed(abc.ABC):
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, whose last expression it is."""
         return "".join(
             block.html() if isinstance(block, Table)
             else f"<pre>{html.escape(chr(10).join(prose(block)))}</pre>"
@@ -108,13 +105,13 @@ class Printed(abc.ABC):
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A named tuple or a dataclass as JSON has it."""
+    """A named tuple or a dataclass as plain types."""
     fields = record._asdict() if hasattr(record, "_asdict") else dataclasses.asdict(record)
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
 
 
 def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = True) -> Memory:
-    """The bytes of some leaves, by the memory in which they are."""
+    """Sums the bytes of leaves by the memory that holds them."""
     here, there, files = (
         sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier in tiers)
         for tiers in ((DEVICE,), (PINNED, HOST), (NVME,))
@@ -124,7 +121,7 @@ def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = 
 
 
 def old_state(rows: Sequence[Memory]) -> Memory:
-    """What `donate=False` takes beside a state of these roles."""
+    """The state that `donate=False` keeps beside the new one."""
     stored = [row for row in rows if row.at_rest]
     return Memory(
         "old state",
@@ -137,13 +134,12 @@ def old_state(rows: Sequence[Memory]) -> Memory:
 
 
 def elements(traffic: Sequence[Collective], op: str, dtype: str | None = None) -> int:
-    """Elements that a step moves by one op, of one dtype or of all."""
     chosen = [c for c in traffic if c.op == op and dtype in (None, c.dtype)]
     return sum(c.total_elements for c in chosen)
 
 
 def memory_table(rows: Sequence[Memory]) -> Table:
-    """A row for each stored role and their sum; then, if there are any, those within a step and all."""
+    """Rows of stored roles and their sum; then, if there are any, of those within a step, and the total."""
     stored, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
     groups = [("stored", stored, stored), ("total within a step", passing, rows)]
     places = [place for place in _PLACES if place in _PLACES[:2] or any(map(_AT[place], rows))]
@@ -155,7 +151,7 @@ def memory_table(rows: Sequence[Memory]) -> Table:
 
 
 def traffic_rows(traffic: Sequence[Collective]) -> list[dict[str, Any]]:
-    """Collectives of one op, dtype and axes together; those of a `while` apart."""
+    """Collectives summed by op, dtype and axes; those of a `while` apart."""
     sums = {"elements": "total_elements", "bytes": "nbytes", "times": "times"}
     found = _summed(traffic, ("op", "dtype", "axes", "each_iteration"), sums)
     return [row | {"axes": list(row["axes"])} for row in found]
@@ -174,7 +170,7 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
 
 
 def transfer_rows(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
-    """Transfers between device and host, by direction, role and dtype; those of a `while` apart."""
+    """Transfers summed by direction, role and dtype; those of a `while` apart."""
     sums = {"elements": "elements", "nbytes": "nbytes"}
     found = _summed(transfers, ("direction", "what", "dtype", "each_iteration"), sums)
     order = ("direction", "what", "dtype", "elements", "nbytes", "each_iteration")
@@ -182,7 +178,6 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
 
 
 def transfer_table(transfers: Sequence[Transfer]) -> Table | None:
-    """Elements and bytes of transfers between device and host; None if there are none."""
     rows = [
         (row["direction"], row["what"], row["dtype"], f"{row['elements']:,}",
          readable_bytes(row["nbytes"]) + " per iteration" * row["each_iteration"])
@@ -195,7 +190,7 @@ def transfer_table(transfers: Sequence[Transfer]) -> Table | None:
 def _summed(
     found: Sequence[Any], alike: Sequence[str], sums: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """A row for all that have some attributes alike, in the order of the first of each; others are summed."""
+    """A row for each group with equal attributes `alike`; the attributes `sums` are summed."""
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for x in found:
         groups.setdefault(tuple(getattr(x, name) for name in alike), []).append(x)
@@ -228,10 +223,10 @@ def _memory_row(
 def _lay_out(
     header: Sequence[str], rows: Sequence[Sequence[str]], texts: Collection[int], width: int
 ) -> list[str]:
-    """The lines of a table; column 0 has names, other `texts` remarks, and the rest numbers.
+    """The lines of a table: column 0 has names, other `texts` have remarks, and the rest numbers.
 
-    If it is wider than `width`, words of the header stand below each other. If that is not enough, remarks
-    take several lines, long names have lines of their own, and numbers left over a second table.
+    If the table is wider than `width`, titles are stacked. If that does not suffice, remarks wrap, long names
+    get lines of their own, and remaining number columns form a second table.
     """
     grid = [header, *rows]
     columns = list(range(len(header)))
@@ -253,12 +248,12 @@ def _lay_out(
 
 
 def _stacked(title: str, *cells: str) -> list[str]:
-    """The words of a title below each other, in as many columns as its cells take, or two lines."""
+    """Wraps a title to the width of its cells, or to two lines."""
     return wrapped(title, width=max([3 * len(title) // 5, *map(len, [*cells, *title.split()])]))
 
 
 def _groups(numbers: Sequence[int], widths: Sequence[int], room: int) -> list[list[int]]:
-    """As many columns together as fit into `room`, at least one."""
+    """Groups of columns that fit into `room` together."""
     groups: list[list[int]] = [[]]
     for i in numbers:
         if groups[-1] and sum(widths[j] + _GAP for j in [*groups[-1], i]) > room:
@@ -271,7 +266,7 @@ def _grid(
     titles: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], columns: Sequence[int],
     widths: Sequence[int], texts: Collection[int], remarks: Sequence[int] = (), width: int = 0,
 ) -> Iterator[str]:  # fmt: skip
-    """Some columns, and below each row its `remarks`."""
+    """The lines of some columns; `remarks` follow each row."""
 
     def line(cells: Sequence[str]) -> str:
         placed = [
@@ -294,7 +289,7 @@ def _grid(
 
 
 def _with_remark(line: str, remark: str, at: int, width: int) -> list[str]:
-    """A row and its remark: beside it, in several lines if need be, or below."""
+    """A row with its remark beside it, wrapped, or below it."""
     if width - at < _REMARK:
         return [line, *(wrapped(remark, "    ", width, "    ") if remark else [])]
     first, *more = wrapped(remark, width=width - at)

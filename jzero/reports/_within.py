@@ -30,7 +30,7 @@ from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER
 
 
 def rows(step: ScaledStep) -> Iterator[Memory]:
-    """Those of all roles."""
+    """The bytes of all roles."""
     yield memory_of(PARAMETER, [x for x in step.leaves if x.role == PARAMETER], "")
     yield memory_of(OPTIMIZER, [x for x in step.leaves if x.role == OPTIMIZER], "")
     yield from _files(step)
@@ -42,7 +42,7 @@ def rows(step: ScaledStep) -> Iterator[Memory]:
 
 
 def _files(step: ScaledStep) -> Iterator[Memory]:
-    """Their second version, and what of them is in memory."""
+    """The second version of files, and buffers for them."""
     sizes, files, window = step.sizes, step.options.offload.files, step.options.offload.window
     if window.host_bytes:
         size, most = sizes.parameters, window.host_bytes
@@ -57,7 +57,7 @@ def _files(step: ScaledStep) -> Iterator[Memory]:
 
 
 def _gradients(step: ScaledStep) -> Iterator[Memory]:
-    """Where they are until they are used; of pinned memory its rows say that."""
+    """Gradients until they are used; in pinned memory, the rows of `_on_hosts` have them."""
     options, sizes = step.options, step.sizes
     files, num = options.offload.files, 1 if options.reduce_once else None
     if files and files.gradients:
@@ -83,7 +83,7 @@ def _gathered(step: ScaledStep) -> Iterator[Memory]:
 
 
 def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
-    """What bytes that the user gave bound."""
+    """Budgets in bytes that the user gave."""
     options, sizes, sharding = step.options, step.sizes, step.sharding
     backend, gathered = options.offload, sizes.compute * _gathers(step)
     if most := backend.window.device_bytes:
@@ -103,7 +103,7 @@ def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
 
 
 def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
-    """What passes through pinned memory, as its schedule says."""
+    """What passes through pinned memory, by the schedule."""
     num, by_layer = step.options.microbatches.num, step.options.by_layer
     for what, does, nbytes, copies in held(step.schedule):
         note = "pinned, two sets" if copies > 1 else "pinned"
@@ -120,7 +120,7 @@ def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
 
 
 def _renewed(step: ScaledStep) -> Iterator[Memory]:
-    """New parameters, where the old ones are still used."""
+    """New parameters, where the old ones are still in use."""
     backend = step.options.offload
     if backend.waits:
         found = transfers(step.schedule)
@@ -139,7 +139,10 @@ def _row(
     step: ScaledStep, role: str, size: Fraction, note: str, num: int | None = None,
     tier: str = DEVICE, stays: bool = False, most: int | None = None,
 ) -> Memory:  # fmt: skip
-    """So many bytes for each parameter over `num` devices, or as optimizer state is; `most` on each."""
+    """A row of `size` bytes per parameter over `num` devices, by default those of optimizer state.
+
+    `most` bounds the bytes on each device.
+    """
     leaf = step.leaf(role, size, num or _num_shards(step), tier)
     row = memory_of(role, [leaf], note, stays)
     if most is None:
@@ -160,7 +163,7 @@ def _gathers(step: ScaledStep) -> bool:
 
 
 def _in_files(step: ScaledStep) -> Fraction:
-    """Bytes of one version of the files, for each parameter."""
+    """Bytes per parameter of one version of the files."""
     sizes = step.sizes
     return sizes.optimizer_state + sizes.parameters * bool(step.options.offload.window.host_bytes)
 

@@ -24,15 +24,10 @@ Read = Callable[[int, tuple[slice, ...]], np.ndarray]
 
 
 class Side(NamedTuple):
-    """Equal arrays.
+    """Equal arrays of one layout."""
 
-    Attributes:
-      counter: the axis that numbers them; empty if there is one array.
-      dims: the axes of each.
-    """
-
-    counter: str
-    dims: Dims
+    counter: str  # the axis that numbers them; empty for a single array
+    dims: Dims  # of each
 
     @property
     def axes(self) -> list[str]:
@@ -40,14 +35,14 @@ class Side(NamedTuple):
 
 
 class Rearranged(NamedTuple):
-    """Arrays of one side as arrays of the other, whose axes are the same; `sizes` has all of them."""
+    """Reads arrays of one side as arrays of the other; both have the same axes, with these `sizes`."""
 
     source: Side
     made: Side
     sizes: Mapping[str, int]
 
     def read(self, number: int, rows: slice, read: Read) -> np.ndarray:
-        """Some rows of an array that is made; all of it if it has no dims."""
+        """Some rows of an array of the other side; all of it if it has no dims."""
         box = {axis: (0, size) for axis, size in self.sizes.items()}
         if self.made.counter:
             box[self.made.counter] = number, number + 1
@@ -93,7 +88,7 @@ def parse(text: str) -> tuple[Dims, Dims]:
 
 
 def merged(dims: Dims, others: Dims) -> Dims:
-    """Dims of one axis as one dim, where the other side has these axes together: a matrix for some heads."""
+    """Merges dims whose axes are one dim on the other side: a matrix for some heads."""
     together = _neighbours(others)
     found: list[tuple[str, ...]] = []
     for group in dims:
@@ -105,7 +100,7 @@ def merged(dims: Dims, others: Dims) -> Dims:
 
 
 def fused(dims: Dims, others: Dims) -> tuple[Dims, Dims]:
-    """Both sides with one axis for those that are together on both: their sizes need not be known."""
+    """Merges axes that are adjacent in one dim on both sides, so that their sizes need not be known."""
     together = _neighbours(dims) & _neighbours(others)
 
     def fuse(group: tuple[str, ...]) -> tuple[str, ...]:
@@ -118,7 +113,7 @@ def fused(dims: Dims, others: Dims) -> tuple[Dims, Dims]:
 
 
 def solve(sizes: dict[str, int], dims: Dims, shape: Sequence[int]) -> bool:
-    """Adds the sizes of axes that follow from a shape; whether it can be the shape."""
+    """Adds the sizes of axes that follow from a shape; returns whether the shape fits."""
     if len(dims) != len(shape):
         return False
     for axes, size in zip(dims, shape, strict=True):
@@ -132,7 +127,7 @@ def solve(sizes: dict[str, int], dims: Dims, shape: Sequence[int]) -> bool:
 
 
 def _in_order(x: np.ndarray) -> np.ndarray:
-    """A transposed array, copied in tiles: NumPy's copy reads a cache line for each element of a row."""
+    """Copies a transposed array in tiles: NumPy's copy reads a cache line for each element of a row."""
     while x.ndim > 1 and x.strides[-2] == x.shape[-1] * x.strides[-1]:
         x = x.reshape(*x.shape[:-2], -1)  # a view
     if not x.ndim or x.strides[-1] == x.itemsize:
@@ -150,7 +145,7 @@ def _neighbours(dims: Dims) -> set[tuple[str, str]]:
 def _boxes(
     axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int
 ) -> Iterator[AxisRanges]:
-    """Boxes that have, in turn, the positions from `start` to `stop` of axes that are one dim."""
+    """Boxes that cover, in order, the positions from `start` to `stop` of axes that are one dim."""
     axis, *inner = axes
     each = math.prod(sizes[name] for name in inner)
     while start < stop:
@@ -168,7 +163,7 @@ def _boxes(
 def _bounds(
     axes: Sequence[str], sizes: Mapping[str, int], box: AxisRanges
 ) -> tuple[slice, list[int], list[slice]]:
-    """The slice of a dim that encloses a box; the lengths of its axes in it, and the box in these."""
+    """The slice of a dim that encloses a box; the lengths of its axes in it, and the box within these."""
     offset, lengths = 0, list[int]()
     for i, axis in enumerate(axes):
         inner = axes[i + 1 :]

@@ -14,7 +14,7 @@ from jzero.weights._layout import TensorShape, WeightLayout
 
 
 class Expected:
-    """What a configuration says of tensors that a layout names; nothing of all if it is None."""
+    """The tensors of a model by its config.json; knows nothing if the configuration is None."""
 
     def __init__(self, who: str, layout: WeightLayout, config: Any):
         self._layout, self._parts, self.head_dim = layout, tuple[ModelPart, ...](), None
@@ -23,12 +23,12 @@ class Expected:
             self._parts, self.head_dim = model.parts, model.head_dim
 
     def shape(self, name: str) -> TensorShape | None:
-        """Of a tensor; None if the model has none of this name."""
+        """The shape of a tensor; None if the model has no tensor of this name."""
         found = self._find(name)
         return None if found is None else self._parts[found[0]].shapes[found[1]]
 
     def check(self, who: str, tensors: Mapping[str, TensorShape]) -> None:
-        """That the model has these tensors, and no others."""
+        """Refuses other tensors than the model's."""
         if not self._parts:
             return
         matched = self._layout.match_tensors(tensors).found
@@ -51,11 +51,11 @@ class Expected:
                 "Name its own config.json, or leave config out.", "tensors"))  # fmt: skip
 
     def lacks(self, names: Iterable[str]) -> bool:
-        """Whether the model has not all of these tensors."""
+        """Whether the model lacks one of these tensors."""
         return bool(self._parts) and None in map(self._find, names)
 
     def _find(self, name: str) -> tuple[int, str] | None:
-        """The part that has a tensor, and what it is called there: the last of its own name."""
+        """The index of the part that has a tensor, and its name there."""
         name = name.removeprefix(self._layout.base)
         in_layer = re.fullmatch(r"\w+\.[0-9]+\.(.*)", name)
         for at, part in enumerate(self._parts):

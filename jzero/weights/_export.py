@@ -36,7 +36,7 @@ _PREFIX = "params/"
 
 
 class _Export(NamedTuple):
-    """A tensor to be, what it is made of, and where each leaf of that is stored: its name and its store."""
+    """A tensor to write, the array it is made of, and name and store of each leaf that this reads."""
 
     tensor: Tensor
     array: Made
@@ -165,9 +165,9 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
 
 
 def _unread(known: Sequence[str], stored: _stored.Stored) -> set[str]:
-    """Floating leaves in the trees of the known parameters: those of which the loss reads nothing.
+    """Floating leaves of the parameters' trees that the loss does not read.
 
-    Their role is that of all that only an update reads; where they are tells them from moments.
+    Their role is that of everything that only an update reads; their place tells them from moments.
     """
     tops: dict[str, list[str]] = {}
     for name in known:
@@ -183,9 +183,9 @@ def _unread(known: Sequence[str], stored: _stored.Stored) -> set[str]:
 
 
 def _tree(params: Sequence[str], stored: _stored.Stored) -> tuple[str, set[str]]:
-    """The name of the tree that parameters are in, and what in it is a copy of some: moments, averages.
+    """The tree that holds the parameters, and the leaves in it that are copies of some: moments, averages.
 
-    That is what is called params, or else the largest without copies.
+    It is the one named params, or else the largest without copies.
     """
     above = os.path.commonpath([name.rpartition("/")[0] or name for name in params])
     parts = above.split("/")
@@ -203,7 +203,7 @@ def _tree(params: Sequence[str], stored: _stored.Stored) -> tuple[str, set[str]]
 
 
 def _roles(stored: _stored.Stored) -> dict[str, str]:
-    """The roles that were noted, if they are those of this checkpoint's leaves."""
+    """The roles in a checkpoint's notes; refuses those that are not of its leaves."""
     found = _stored.roles(_stored.notes(WHO, stored))
     known = (PARAMETER, OPTIMIZER, OTHER)
     bad = [f"{shown(name)} is noted, and not there" for name in found if name not in stored.leaves]
@@ -229,7 +229,7 @@ def _regex(select: str) -> re.Pattern[str]:
 def _exports(
     stored: _stored.Stored, leaves: Sequence[str], dtype: str | None, layout: WeightLayout | None, config: Any
 ) -> list[_Export]:  # fmt: skip
-    """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
+    """The tensors to write. In another dtype than the leaf's, values come from its master, if it has one."""
     who = f"{WHO} {stored.directory}"
     stores = stored.stores
     wide = masters(who, stored.leaves) if dtype else {}
@@ -260,7 +260,7 @@ def _exports(
 
 
 def _names(who: str, leaves: Iterable[str]) -> dict[str, str]:
-    """Of tensors: those of leaves with `.` for `/`, and without `params/` if all have it."""
+    """Names of tensors: those of leaves with `.` for `/`, and without `params/` if all have it."""
     common = _PREFIX if all(leaf.startswith(_PREFIX) for leaf in leaves) else ""
     names = {leaf: leaf.removeprefix(common).replace("/", ".") for leaf in leaves}
     times = Counter(names.values())
@@ -275,7 +275,10 @@ def _names(who: str, leaves: Iterable[str]) -> dict[str, str]:
 
 
 class _Leaves:
-    """Stored leaves that are read by columns: as they are on disk, so that each chunk is decoded once."""
+    """Reads stored leaves for tensors; one that is read by columns is first copied to disk.
+
+    So each chunk is decoded once.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -312,7 +315,7 @@ def _write(
     stored: _stored.Stored, files: Sequence[Sequence[_Export]], framework: str, folder: Path,
     names: Sequence[str], written: Callable[[Path], None],
 ) -> list[Path]:  # fmt: skip
-    """Writes all files into `folder`, and says when each is; the index last."""
+    """Writes all files into `folder`, and calls `written` after each; the index comes last."""
     paths, overflown, leaves = [folder / name for name in names], list[str](), _Leaves(folder)
     for path, exports in zip(paths, files, strict=True):
         overflown += _write_file(path, exports, framework, leaves)
@@ -354,7 +357,6 @@ def _bytes_of(x: np.ndarray) -> memoryview:
 
 
 def _index(files: Mapping[str, Sequence[_Export]]) -> str:
-    """As Hugging Face writes it."""
     total = sum(export.nbytes for exports in files.values() for export in exports)
     weight_map = {x.tensor.name: name for name, exports in files.items() for x in exports}
     return (

@@ -24,7 +24,7 @@ _INTO, _OUT, _LINEAR = "(h k) d -> d h k", "d (h k) -> h k d", "b a -> a b"
 
 
 def _decoder() -> Iterator[WeightRule]:
-    """Decoders of Llama's kind; what only some of them have is optional."""
+    """Decoders like Llama's; what only some of them have is optional."""
     yield WeightRule("model.embed_tokens.weight", "[model/]embed_tokens/embedding")
     for x in "qkv":
         yield WeightRule(f"{_T}self_attn.{x}_proj.weight", f"{_A}{x}_proj/kernel", _INTO)
@@ -59,14 +59,14 @@ def _head_norms() -> Iterator[WeightRule]:
 
 
 def _feedforward_norms() -> Iterator[WeightRule]:
-    """Of Gemma 2 and 3."""
+    """Norms of Gemma 2 and 3."""
     for x in ("pre", "post"):
         name = f"{x}_feedforward_layernorm"
         yield WeightRule(f"{_T}{name}.weight", f"{_L}{name}/scale|weight", optional=True)
 
 
 def _gpt2() -> Iterator[WeightRule]:
-    """Its Conv1D has kernels as they are in Flax."""
+    """GPT-2's Conv1D has kernels as Flax has them."""
     t, path = "transformer.h.{i}.", "[transformer/]h/{i}/"
     for x in ("wte", "wpe"):
         yield WeightRule(f"transformer.{x}.weight", f"[transformer/]{x}/embedding")
@@ -106,7 +106,7 @@ LAYOUTS = {
 
 
 def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | None:
-    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None of None."""
+    """The layout for a name, a file (`table.py:NAME`, `table.json`) or a layout; None for None."""
     if given is None:
         if any(option is not None for option in needed_for.values()):
             raise OptionError(message(
@@ -136,7 +136,7 @@ _TABLE = {"rules": [{"tensors": _NAMES, "leaves": _NAMES}], "ignored": Maybe([st
 
 
 def _from_json(path: str) -> WeightLayout:
-    """Of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
+    """The layout of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
     with _json.open_regular(path) as file:
         entries = _json.parse(file.read(_json.MAX_BYTES))
     if bad := _json.check(entries, _TABLE):

@@ -140,7 +140,7 @@ def _laid_out(
     who: str, held: Mapping[str, _Held], layout: WeightLayout, types: Mapping[str, Any], prefix: str,
     config: Any,
 ) -> list[Pair]:  # fmt: skip
-    """By a layout: of the leaves in `types`, if there are some."""
+    """Pairs of tensors and leaves by a layout; the leaves are those of `types`, if there are any."""
     shapes, expected = (
         {name: x.tensor.shape for name, x in held.items()},
         Expected(WHO, layout, config),
@@ -159,7 +159,7 @@ def _laid_out(
 def _leaf(
     array: Made, held: Mapping[str, _Held], own: np.dtype, like: Any, dtype: str | None
 ) -> LeafSource:
-    """In another dtype only of floats, and if no number becomes infinite."""
+    """Converts only floats to another dtype, and only if no number becomes infinite."""
     wanted = own if like is None else np.dtype(like.dtype)
     if dtype is not None and is_float(wanted):
         wanted = np.dtype(FLOATS[dtype])
@@ -185,7 +185,7 @@ def _leaf(
 
 
 def _check_equal(who: str, first: _Held, second: _Held) -> None:
-    """That a tied tensor has the values of the one that has a leaf."""
+    """Refuses a tied tensor whose values differ from those of the one that has a leaf."""
     (one, other), same = (first.tensor, second.tensor), first.tensor[1:3] == second.tensor[1:3]
     rows = range(0, one.shape[0], max(_stream.AT_ONCE * one.shape[0] // max(one.nbytes, 1), 1))
     for start in rows if same else ():
@@ -218,7 +218,7 @@ def _check_prefix(prefix: str) -> None:
 
 
 def _write(directory: Path, leaves: Mapping[str, LeafSource]) -> None:
-    """Writes the checkpoint where nobody looks, and moves it when it is complete and on the disk."""
+    """Writes the checkpoint in a private folder, and moves it once it is complete and on the disk."""
     notes = {"roles": dict.fromkeys(leaves, PARAMETER)}
     missing = [parent for parent in directory.parents if not parent.exists()]
     try:
@@ -251,7 +251,7 @@ def _in_file(file: WeightFile) -> dict[str, _Held]:
 
 
 def _indexed(index: WeightFile) -> dict[str, _Held]:
-    """All tensors of the files of an index, which must agree with it."""
+    """All tensors of an index's files; both must agree."""
     form = {"weight_map": {str: str}}
     weight_map = _json.decode(WHO, str(index), index.whole(WHO), form)["weight_map"]
     bad = [
@@ -276,12 +276,12 @@ def _indexed(index: WeightFile) -> dict[str, _Held]:
 
 
 def _is_beside(name: str) -> bool:
-    """Whether it is a file's name, and not a path to elsewhere."""
+    """Whether it is the name of a file, and no path to elsewhere."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 def _check_names(who: str, arrays: Sequence[Made]) -> None:
-    """Leaves have different names, and none below them."""
+    """Refuses names that no leaf can have, names of several leaves, and leaves below leaves."""
     times = Counter(array.name for array in arrays)
     inner = {name[:i] for name in times for i, c in enumerate(name) if c == "/"}
     bad = [f"{shown(x.sources[0])} {found}" for x in arrays if (found := _problem(x.name))]
@@ -296,7 +296,7 @@ def _check_names(who: str, arrays: Sequence[Made]) -> None:
 
 
 def _problem(name: str) -> str | None:
-    """Why no leaf can have a name."""
+    """Why no leaf can have this name."""
     parts = name.split("/")
     if not all(parts):
         return "has an empty part between its dots and slashes"

@@ -19,17 +19,15 @@ from jzero.weights._axes import Dims, axes_of, parse
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
 TensorShape = tuple[int, ...]
-TensorKey = tuple[
-    int | None, int
-]  # a layer, or None for all or none; and which of the rule's names
+TensorKey = tuple[int | None, int]  # a layer, or None for all or none; which of the rule's names
 
 
 class Matched(NamedTuple):
-    """For each rule the names that are there; those of no rule; and how many layers are numbered, from 0."""
+    """For each rule the names that match; names that no rule matches; and the number of layers."""
 
     found: list[dict[TensorKey, str]]
     left: list[str]
-    num_layers: int
+    num_layers: int  # numbered from 0
 
 
 class WeightRule(NamedTuple):
@@ -73,14 +71,14 @@ class WeightRule(NamedTuple):
         return [numbered(name, layer) for name in self.tensor_names]
 
     def leaves_of(self, layer: int | None, prefix: str) -> list[str]:
-        """As they are called if nothing else is known."""
+        """Their names by default."""
         return [
             "/".join(filter(None, [prefix, numbered(next(_spellings(path)), layer)]))
             for path in self.leaf_names
         ]
 
     def dims(self) -> tuple[Dims, Dims]:
-        """Those of its tensors, joined along the first dim if they are several; and those of a leaf."""
+        """The dims of its tensors, concatenated along the first dim if there are several; and of a leaf."""
         left, right = parse(self.axes)
         if len(self.tensor_names) > 1 and PART in axes_of(right) and left:
             left = ((PART, *left[0]), *left[1:])
@@ -132,7 +130,7 @@ class WeightLayout:
         return dataclasses.replace(self, rules=(*rules, *own), **changes)  # type: ignore[arg-type]
 
     def other_base(self, names: Iterable[str]) -> str | None:
-        """What names begin with where most would be the layout's with its base in place of that."""
+        """The base with which most of these names would be the layout's."""
         ends = [
             "." + name.removeprefix(self.base)
             for rule in self.rules if rule.is_layer for name in rule.tensors_of(0)
@@ -141,7 +139,7 @@ class WeightLayout:
         return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
-        """That it has texts, and every rule is one."""
+        """Refuses a layout with invalid rules or fields."""
         ignored = [*self.ignored] if isinstance(self.ignored, tuple) else self.ignored
         own = {"name": self.name, "base": self.base, "ignored": ignored}
         if odd := _json.check(own, {"name": str, "base": str, "ignored": [str]}):
@@ -172,7 +170,7 @@ class WeightLayout:
         return matched._replace(left=left)
 
     def match_leaves(self, names: Collection[str]) -> Matched:
-        """All in one tree, wherever that is in the state; a leaf is that of the first rule that names it."""
+        """Matches leaves of one tree, wherever it is in the state, each to the first rule that names it."""
         end = "/value" if all(name.endswith("/value") for name in names) else ""  # NNX's Variables
         folders = [name.rpartition("/")[0] for name in names]
         common = os.path.commonpath(folders).split("/") if folders and all(folders) else []
@@ -195,7 +193,7 @@ def numbered(name: str, layer: int | None) -> str:
 def _match(
     given: Sequence[tuple[str, ...]], called: Mapping[str, str], names: Iterable[str], once: bool = False
 ) -> Matched:  # fmt: skip
-    """`called`: names by what rules may call them; `once`: whether each is of one rule only."""
+    """`called` maps names that rules may use to actual ones; with `once` each matches one rule only."""
     spelled = [
         [(part, x) for part, path in enumerate(paths) for x in _spellings(path)] for paths in given
     ]
@@ -217,7 +215,7 @@ def _match(
 
 
 def _spellings(path: str) -> Iterator[str]:
-    """All that a path of a rule may be in a tree, the default first."""
+    """All forms of a rule's path in a tree, the default first."""
     parts = [
         ["", x[1:-1]] if x[0] == "[" else x.split("|")
         for x in re.findall(r"\[[^]]*\]|[^/\[]+|/", path)

@@ -32,41 +32,24 @@ ReadNamed = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
 class Made(NamedTuple):
-    """An array that is made of others.
-
-    Attributes:
-      name: what it will be called.
-      shape: its own.
-      sources: the names of those that it is made of; all have one dtype.
-      read: some of its rows; it is given what reads these.
-      is_copy: whether it is one source as that is.
-    """
+    """An array that is made of others."""
 
     name: str
     shape: TensorShape
-    sources: list[str]
-    read: Callable[[slice, ReadNamed], np.ndarray]
-    is_copy: bool = False
+    sources: list[str]  # names of arrays of one dtype
+    read: Callable[[slice, ReadNamed], np.ndarray]  # some of its rows
+    is_copy: bool = False  # of one source, without change
 
 
 class Pair(NamedTuple):
-    """Tensors and leaves that have the same values.
+    """Tensors and leaves that have the same values."""
 
-    Attributes:
-      tensors: the names of one layer's, or of those of all layers that are in one leaf.
-      leaves: the names of one, or of those that `n` counts.
-      tensor: a layer's tensors, joined along their first dim; `i` counts the layers.
-      leaf: a leaf.
-      sizes: of all axes.
-      lengths: of the first dims of a layer's tensors.
-    """
-
-    tensors: list[str]
-    leaves: list[str]
-    tensor: Side
+    tensors: list[str]  # of one layer, or of all layers that are in one leaf
+    leaves: list[str]  # one, or those that `n` counts
+    tensor: Side  # a layer's tensors, concatenated along their first dim; `i` counts the layers
     leaf: Side
-    sizes: Mapping[str, int]
-    lengths: Sequence[int]
+    sizes: Mapping[str, int]  # of all axes
+    lengths: Sequence[int]  # of the first dims of a layer's tensors
 
     @classmethod
     def same(cls, tensor: str, leaf: str, shape: TensorShape) -> Pair:
@@ -119,7 +102,7 @@ class Pair(NamedTuple):
 def dtypes_of(
     who: str, arrays: Iterable[Made], of_sources: Mapping[str, Any], kind: str, edit: str
 ) -> list[Any]:
-    """For each array the dtype that all its sources have."""
+    """The common dtype of each array's sources."""
     found = [sorted({of_sources[x] for x in array.sources}, key=str) for array in arrays]
     bad = [
         f"{array.name} would be of {kind} of {' and '.join(map(str, dtypes))}"
@@ -131,15 +114,12 @@ def dtypes_of(
 
 
 class Plan(NamedTuple):
-    """What a layout makes of some arrays.
+    """What a layout makes of some arrays."""
 
-    Attributes:
-      pairs: in the order of the layout's rules.
-      equal: pairs of tensors of which the second has no leaf, and must have the first's values.
-    """
-
-    pairs: list[Pair]
-    equal: list[tuple[str, str]]
+    pairs: list[Pair]  # in the order of the layout's rules
+    equal: list[
+        tuple[str, str]
+    ]  # tensors; the second has no leaf, and must have the first's values
 
 
 class _Unfit(Exception):
@@ -149,12 +129,8 @@ class _Unfit(Exception):
 class Planner:
     """Makes the plan for the tensors of a file, for the leaves of a tree, or for both.
 
-    Args:
-      who: whom messages name.
-      layout: whose rules.
-      expected: what a configuration says of tensors.
-      tensors: None for those that leaves become.
-      leaves: None for those that tensors become, as the layout calls them, below `prefix`.
+    Without `tensors` they are made of the leaves. Without `leaves` these are made of the tensors: they have
+    the layout's names, below `prefix`.
     """
 
     def __init__(
@@ -209,7 +185,7 @@ class Planner:
         self, rule: WeightRule, found: Mapping[TensorKey, str],
         named: Mapping[TensorKey, str], num: int, is_stacked: bool,
     ) -> Iterator[Pair]:  # fmt: skip
-        """Of a rule: one for all layers if they are in one leaf, or else one for each."""
+        """The pairs of a rule: one for all layers if they are in one leaf, else one for each layer."""
         layers: Sequence[int | None] = range(num) if rule.is_layer else [None]
         rows = [None] if is_stacked else layers
         if self._tensors is None:
@@ -270,7 +246,10 @@ class Planner:
     def _joined_shape(
         self, rule: WeightRule, tensors: Sequence[str]
     ) -> tuple[TensorShape | None, list[int]]:
-        """Of a layer's tensors along their first dim, and their lengths; None while they are not known."""
+        """The shape of a layer's tensors, concatenated along their first dim, and their lengths.
+
+        None if tensors are to be made of leaves.
+        """
         if self._tensors is None:
             return None, []
         num = len(rule.tensor_names)
@@ -285,7 +264,7 @@ class Planner:
         return (sum(lengths), *shapes[0][1:]), lengths
 
     def _known_lengths(self, rule: WeightRule, names: Sequence[str], total: int) -> list[int]:
-        """Of tensors that are to be made of a leaf."""
+        """Lengths of tensors that are to be made of one leaf."""
         if len(names) == 1 or (_is_counted(rule) and total % len(names) == 0):
             return [total // len(names)] * len(names)
         lengths = [shape[0] for name in names if (shape := self._expected.shape(name))]
@@ -295,7 +274,7 @@ class Planner:
         return lengths
 
     def _num_layers(self) -> int:
-        """How many are numbered, from 0 and all of them; or are in each leaf."""
+        """How many layers are numbered from 0, or stacked in each leaf."""
         if self._numbered or self._tensors is None:
             return self._numbered or self._num_stacked()
         for rule in self._layout.rules:
@@ -321,7 +300,7 @@ class Planner:
         return self._of_tensors[at]
 
     def _equal(self, used: set[str]) -> list[tuple[str, str]]:
-        """Tied tensors that a file has all the same, and a tree has not."""
+        """Tied tensors that a file has although the tree has no leaf for them."""
         return [
             (first, second)
             for rule, found in zip(self._layout.rules, self._of_tensors, strict=True) if rule.tied
@@ -348,7 +327,7 @@ class Planner:
 
 
 def _options(rule: WeightRule, rank: int, is_stacked: bool) -> Iterator[tuple[Dims, Dims]]:
-    """What tensors and leaves may be: heads in one dim, or in dims of their own."""
+    """Possible dims of tensors and leaves: heads merged into one dim, or with dims of their own."""
     same: Dims = tuple((f"d{i}",) for i in range(rank))
     left, right = rule.dims() if rule.axes else (same, same)
     if not is_stacked:  # `i` says where layers are in a leaf that has them all.
@@ -373,7 +352,7 @@ def _wrong(
     kind: str, found: Mapping[TensorKey, str], paths: Sequence[str],
     layers: Iterable[int | None],
 ) -> Iterator[str]:  # fmt: skip
-    """What is missing of a rule's names, and what is too many."""
+    """A rule's names that are missing, and those that are too many."""
     wanted = {(i, part): numbered(path, i) for i in layers for part, path in enumerate(paths)}
     yield from (f"{kind} {wanted[key]} is missing" for key in wanted if key not in found)
     yield from (f"{kind} {found[key]} is one too many" for key in found if key not in wanted)

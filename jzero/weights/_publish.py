@@ -39,7 +39,6 @@ WriteFiles = Callable[[Path, Sequence[str], Callable[[Path], None]], Sequence[Pa
 
 
 def checked_path(who: str, path: str | Path) -> Path:
-    """The path, if it can be one."""
     with contextlib.suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(path):
             return Path(path)
@@ -51,7 +50,7 @@ def checked_path(who: str, path: str | Path) -> Path:
 def private(
     who: str, target: Path, ends: Callable[[Path], None] = lambda _: None
 ) -> Iterator[Path]:
-    """A folder beside `target`, of the same file system, removed at the end, however that comes."""
+    """A folder beside `target`, on the same file system, which is always removed at the end."""
     made = Temporary(f".{target.name}.tmp-", target.parent, ends)
     with contextlib.closing(made):
         if others := made.others():
@@ -62,7 +61,7 @@ def private(
 
 
 def staging(who: str, target: Bucket) -> contextlib.AbstractContextManager[Path]:
-    """A private folder for what goes there; on one machine one process has it."""
+    """A private folder for what will be uploaded; one process of a machine at a time has it."""
     digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
     return private(f"{who} {target}", Path(tempfile.gettempdir(), f"jzero-{who}-{digest}"))
 
@@ -96,10 +95,10 @@ def in_directory(
 def in_bucket(
     who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFiles
 ) -> list[str]:
-    """The same in a bucket, each file sent once it is written; URLs.
+    """Like `in_directory` in a bucket; each file is uploaded once it is written. Returns URLs.
 
-    Parts of an export that was killed go with the next; where neither has an index, nothing tells whether
-    they are another one's that is under way, and it names them.
+    Parts of an export that was killed are removed by the next one. If neither has an index, nothing tells
+    whether another process is writing them now, and a warning names them.
     """
     above, _, name = out.prefix.rpartition("/")
     bucket = dataclasses.replace(out, prefix=above)
@@ -172,7 +171,7 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
 
 
 def check_new(who: str, bucket: Bucket) -> Object | None:
-    """That nothing is there, but what is left of an upload that was not completed; its claim."""
+    """Refuses a bucket that has something else than the rest of an incomplete upload; returns its claim."""
     found = bucket.read(_seal.NAME)
     if not _mirror.is_claim(found) and bucket.names():
         raise OptionError(message(
@@ -186,9 +185,10 @@ def _new_claim() -> bytes:
 
 
 def _retreat(bucket: Bucket, files: Iterable[str], seal: bytes, version: bytes) -> None:
-    """Removes data files of an upload that failed, unless its seal is there all the same.
+    """Removes data files of an upload that failed, unless its seal has been written all the same.
 
-    What has no random name stays, with a claim: S3 removes under no condition, and it may be the next one's.
+    Files without a random name stay, with a claim: S3 removes unconditionally, and they may be the next
+    upload's.
     """
     with contextlib.suppress(CheckpointError):
         with contextlib.suppress(Lost):  # So that the seal cannot come any more.
@@ -199,7 +199,7 @@ def _retreat(bucket: Bucket, files: Iterable[str], seal: bytes, version: bytes) 
 
 
 def _file_names(name: str, num: int, there: Iterable[str]) -> list[str]:
-    """As Hugging Face calls them; parts with something new at the end if there is one of such a name."""
+    """Hugging Face's names; if parts of such names exist, new ones have a random suffix."""
     stem, tag = name.removesuffix(SUFFIX), ""
     while num > 1:
         names = [f"{stem}-{i + 1:05}-of-{num:05}{tag}{SUFFIX}" for i in range(num)]
@@ -226,7 +226,7 @@ def _check_free(who: str, target: Path, overwrite: bool) -> None:
 
 
 def _older(target: Path) -> list[Path]:
-    """The index and files of a former export to the same name; what others are found by comes first."""
+    """The files and index of an earlier export to the same name; those that it is found by come first."""
     parts = sorted(path for path in target.parent.iterdir() if _is_part(path.name, target.stem))
     return [path for path in (target, _index(target)) if os.path.lexists(path)] + parts
 
@@ -236,7 +236,7 @@ def _index(target: Path) -> Path:
 
 
 def _withdraw(target: Path, folder: Path) -> None:
-    """Takes back the parts that came before their index, which is still in the folder and names them."""
+    """Removes parts that were moved before their index, which is still in the folder and names them."""
     index = folder / _index(target).name
     with contextlib.suppress(CheckpointError):  # There is none yet, or not all: then no part came.
         found = _json.read("export", index, {"weight_map": {str: str}})
@@ -261,10 +261,10 @@ def _remove_quietly(bucket: Bucket, names: Sequence[str]) -> None:
 def _remove_older(
     who: str, bucket: Bucket, name: str, parts: Sequence[str], older: Object | None, num: int
 ) -> None:
-    """What the older export was found by, and only then parts that were there before it was replaced.
+    """Removes what the older export is found by, and only then its parts.
 
     Another export that is under way has read the index before it wrote any of these. By now that index is
-    another one, or gone, and so it cannot come to name them: its own comes by a conditional write.
+    another one, or gone, so that it cannot come to name them: its own is written conditionally.
     """
     index = f"{name}.index.json"
     if num > 1:

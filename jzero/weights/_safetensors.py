@@ -42,7 +42,7 @@ _MAX_SIZE = 2**63  # of a dim, and of all but those of size 0; NumPy counts no f
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, without its data; `start` is where they begin in the file, once it is known."""
+    """A tensor of a file, without its data; `start` is its offset in the file, once that is known."""
 
     name: str
     dtype: np.dtype
@@ -55,7 +55,6 @@ class Tensor(NamedTuple):
 
 
 def check_dtype(who: str, dtype: str | None) -> None:
-    """That it is the name of one of floats."""
     if dtype is not None and dtype not in FLOATS:
         raise OptionError(message(
             who, f"dtype={dtype!r:.100}", f"It is of floats: {', '.join(FLOATS)}.",
@@ -67,14 +66,14 @@ def is_float(dtype: Any) -> bool:
 
 
 def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
-    """It in a dtype, and whether no number became infinite; itself if it has that dtype."""
+    """The values in a dtype, and whether no number became infinite."""
     with np.errstate(over="ignore"):  # It will be found, and have a name.
         made = x.astype(dtype, copy=False)
     return made, made is x or np.array_equal(np.isfinite(x), np.isfinite(made))
 
 
 def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
-    """What a file of these tensors, in this order, begins with."""
+    """The beginning of a file of these tensors, in this order."""
     entries: dict[str, Any] = {METADATA: {"format": framework}}
     start = 0
     for t in tensors:
@@ -109,7 +108,7 @@ def read_header(who: str, file: WeightFile) -> list[Tensor]:
 
 
 def _parse(text: bytes) -> list[Tensor]:
-    """The tensors that a header says, one after the other without gaps; `start` is after the header."""
+    """The tensors of a header, which must be contiguous; `start` is relative to the end of the header."""
     entries = _json.parse(text, "its header")
     if type(entries) is not dict or text[:1] != b"{":
         raise Malformed("its header is not a JSON object")

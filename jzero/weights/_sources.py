@@ -23,10 +23,8 @@ from jzero.checkpoint import _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.weights._axes import TILE
 
-_NAMES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-)  # Hugging Face's loader takes the first.
+# Hugging Face's loader takes the first.
+_NAMES = ("model.safetensors", "model.safetensors.index.json")
 _SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
 
 
@@ -34,7 +32,7 @@ _SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of 
 class LocalFile:
     """A file on disk, open from its first read on: what replaces it meanwhile is not read.
 
-    Nothing is mapped: one that becomes shorter is an error, and no SIGBUS.
+    It is not mapped: if it becomes shorter that is an error, and no SIGBUS.
     """
 
     path: Path
@@ -60,7 +58,7 @@ class LocalFile:
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """A descriptor, and where some bytes begin in what it is of."""
+        """A file descriptor, and the offset in it of the byte `start`."""
         yield self._fd, start
 
     @functools.cached_property
@@ -103,7 +101,7 @@ class BucketFile:
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """From then on they are on disk: who reads columns reads each of them several times."""
+        """Copies the range to disk: whoever reads columns reads each byte several times."""
         with self._lock:
             if start not in self._spooled:
                 if len(self._spooled) == _SPOOLED:
@@ -130,7 +128,7 @@ WeightFile = LocalFile | BucketFile
 
 
 def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
-    """The file of a path or a URL, or that which Hugging Face's loader takes of a directory."""
+    """The file of a path or URL, or the one that Hugging Face's loader takes in a directory."""
     if (bucket := Bucket.of(who, path)) is not None:
         above, _, name = bucket.prefix.rpartition("/")
         file = BucketFile(dataclasses.replace(bucket, prefix=above), name)
@@ -154,9 +152,9 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
 def read_part(
     file: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: at once, or one after the other what lies together.
+    """A part of an array that begins at `start`, read contiguous piece by piece.
 
-    Nothing is kept: columns that are next to each other come from the system's cache.
+    Nothing is cached: neighbouring columns come from the system's cache.
     """
     box = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
     each = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
