@@ -7,72 +7,21 @@ import itertools
 import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 SCHEDULE = "schedule"  # the name of the learning rate's schedule in the program
 _COLUMNS = 72  # of a code block in a page
-_HEAD = """\
-# A training: fill in {holes}.
-#
-# What became of each key of the DeepSpeed configuration:
-#
-{comments}
-import jax
-import jax.numpy as jnp
-import optax
-
-import jzero
-
-"""
 _MAKE_OPTIMIZER = """
 def make_optimizer():
     raise NotImplementedError("the optimizer of your script, in optax")
 
 
 """
-_MODEL = """
-
-def init_params(key):
-    raise NotImplementedError("the parameters of your model")
-
-
-def loss_fn(params, batch):
-    raise NotImplementedError("the loss of the whole batch")
-
-
-def batches():
-    raise NotImplementedError("batches of {rows} rows")
-
-
-def init_fn(key):
-    params = init_params(key)
-{cast}    return params, tx.init(params)
-
-
-def step_fn(state, batch):
-    params, opt_state = state
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return (params, opt_state), {{"loss": loss}}
-
-
-"""
 _CAST = """\
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 """
-_MAIN = """
-
-def main():
-    state = train_step.init(init_fn, jax.random.key(0))
-    for step, batch in enumerate(batches()):
-        state, metrics = train_step(state, batch)
-        if step % {every} == 0:
-            print(f"step {{step}}: loss {{metrics['loss']:.4f}}")
-
-
-if __name__ == "__main__":
-    main()"""
 
 
 class Expression(NamedTuple):
@@ -117,15 +66,13 @@ def program(
         assigned["mesh"] = Expression(None, "jax.make_mesh", tuple(("", x) for x in shape))
         options = {**options, "mesh": Expression(None, "mesh")}
     arguments = (("", Expression(None, "step_fn")), *options.items())
-    holes = "make_optimizer, " * own + "init_params, loss_fn and batches"
-    return "".join([
-        _HEAD.format(holes=holes, comments=_comments(notes)),
-        _MAKE_OPTIMIZER * own,
-        *(_line(name, value) for name, value in assigned.items() if value is not None),
-        _MODEL.format(rows=rows or "so many", cast=_CAST * is_half),
-        _line("train_step", Expression(None, "jzero.shard_train_step", arguments)),
-        _MAIN.format(every=every),
-    ])  # fmt: skip
+    lines = [_line(name, value) for name, value in assigned.items() if value is not None]
+    return Template(Path(__file__).with_name("program.txt").read_text(encoding="utf-8")[:-1]).substitute(
+        holes="make_optimizer, " * own + "init_params, loss_fn and batches", comments=_comments(notes),
+        assigned="".join([_MAKE_OPTIMIZER * own, *lines]), rows=rows or "so many",
+        cast=_CAST * is_half, every=every,
+        train_step=_line("train_step", Expression(None, "jzero.shard_train_step", arguments)),
+    )  # fmt: skip
 
 
 def _line(name: str, value: Any) -> str:

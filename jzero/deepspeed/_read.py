@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter
@@ -18,51 +19,34 @@ from jzero.deepspeed._table import AUTO, KEYS, KINDS, WHO, Config, Row, nearest,
 
 _MAX_BYTES = 1_000_000
 _MAX_LR, _TOTAL = "scheduler.params.warmup_max_lr", "scheduler.params.total_num_steps"
-_BETAS, _WARMUP = "optimizer.params.betas", "scheduler.params.warmup_num_steps"
 _STEPS = "num_training_steps", "max_steps"
 _SIZES = MICRO, ACCUMULATE, ROWS
 
 
 class _Fill(NamedTuple):
-    """The keys that arguments of the Trainer fill, if all of them are given."""
+    """A row of auto.tsv, which explains them: keys that arguments of the Trainer fill together."""
 
-    names: tuple[str, ...]
-    keys: tuple[str, ...]
-    value: Callable[..., Any] = lambda x: x
-    default: Any = None  # the Trainer's
+    names: list[str]
+    defaults: list[Any]
+    keys: list[str]
+    how: str
 
 
-# As `transformers.integrations.deepspeed` has them.
-_FILLS = (
-    _Fill(("per_device_train_batch_size",), (MICRO,), default=8),
-    *(_Fill((key,), (key,), default=1 if key == ACCUMULATE else None) for key in _SIZES),
-    _Fill(("max_grad_norm",), ("gradient_clipping",), default=1.0),
-    _Fill(("learning_rate",), (LR, _MAX_LR), default=5e-5),
-    _Fill(("weight_decay",), ("optimizer.params.weight_decay",), default=0.0),
-    _Fill(("adam_beta1", "adam_beta2"), (_BETAS,), lambda *betas: list(betas), (0.9, 0.999)),
-    _Fill(("adam_epsilon",), ("optimizer.params.eps",), default=1e-8),
-    _Fill(("warmup_steps",), (_WARMUP,), default=0),
-    *(_Fill(("warmup_ratio", steps), (_WARMUP,), lambda x, n: math.ceil(x * n)) for steps in _STEPS),
-    *(_Fill((steps,), (_TOTAL,)) for steps in _STEPS),
-    *(_Fill((half,), (f"{half}.enabled",)) for half in ("bf16", "fp16")),
-    *(_Fill(("hidden_size",), (f"zero_optimization.{key}",), value) for key, value in {
-        "reduce_bucket_size": lambda h: h * h, "stage3_prefetch_bucket_size": lambda h: int(0.9 * h * h),
-        "stage3_param_persistence_threshold": lambda h: 10 * h}.items()),
-)  # fmt: skip
-# Of the Trainer's other arguments: where a training with jzero has what they say.
-_ELSEWHERE = {
-    "lr_scheduler_type": "the section scheduler sets it: WarmupDecayLR is linear, WarmupCosineLR cosine",
-    "num_train_epochs": "your loop sets it; max_steps fills total_num_steps",
-    "optim": "the section optimizer sets it",
-    "tf32": "jax.config.update('jax_default_matmul_precision', 'tensorfloat32') sets it",
-    "gradient_checkpointing": "jax.checkpoint around each layer of the model sets it",
-    "torch_compile": "XLA compiles every step",
-    "seed": "the key passed to init sets it",
-    "per_device_eval_batch_size": "your loop sets it, with jzero.shard_eval_step",
-    **dict.fromkeys(("output_dir", "save_steps", "save_strategy", "save_total_limit"),
-                    "jzero.Checkpointer sets it"),
-    **dict.fromkeys(("logging_steps", "report_to"), "your loop sets it; steps_per_print is in the program"),
-}  # fmt: skip
+_HOW: dict[str, Callable[..., Any]] = {
+    "": lambda x: x,
+    "pair": lambda *x: list(x),
+    "share": lambda x, n: math.ceil(x * n),
+    "square": lambda n: n * n,
+    "most of square": lambda n: int(0.9 * n * n),
+    "ten times": lambda n: 10 * n,
+}
+_FILLS = list[_Fill]()
+_ELSEWHERE = dict[str, str]()
+for _names, _defaults, _keys, *_rest in _table.rows_of("auto.tsv"):
+    if _keys:
+        _FILLS.append(_Fill(_names.split(), json.loads(_defaults), _keys.split(), "".join(_rest)))
+    else:
+        _ELSEWHERE |= dict.fromkeys(_names.split(), _rest[1])
 _NAMES = {name for fill in _FILLS for name in fill.names}
 _is_number = KINDS["number"][1]
 
@@ -203,15 +187,16 @@ def filled(given: Mapping[str, Any], auto: Any) -> dict[str, Any]:
 def check_auto(c: Config, auto: Mapping[str, Any] | None) -> None:
     """Refuses keys that say what is trained and are still "auto"."""
     missing = list(_missing(c))
-    fills = [next((f for f in _FILLS if key in f.keys), _Fill((key,), ())) for key in missing]
+    fills = [
+        next((f for f in _FILLS if key in f.keys), _Fill([key], [None], [], "")) for key in missing
+    ]
     given = {name: repr(value) for name, value in (auto or {}).items() if value is not None}
     for fill in fills:
-        defaults = fill.default if isinstance(fill.default, tuple) else (fill.default,)
-        for name, value in zip(fill.names, defaults, strict=False):
+        for name, value in zip(fill.names, fill.defaults, strict=False):
             given.setdefault(name, "..." if value is None else str(value))
     edit = ", ".join(f'"{name}": {value}' for name, value in given.items())
     edit = f"Write auto={{{edit}}}, with the values of your run."
-    if any(fill.default is not None for fill in fills):
+    if any(fill.defaults != [None] for fill in fills):
         edit += " Those that you did not pass are the Trainer's defaults."
     refuse([f'{key} is "auto"' for key in missing],
            "The Hugging Face Trainer fills it from its own arguments, which are not in the file.",
@@ -238,17 +223,17 @@ def _named_values(auto: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _said(
     values: Mapping[str, Any], given: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, ...], str, Any, bool]]:
+) -> Iterator[tuple[list[str], str, Any, bool]]:
     """Names, the key that they fill, the value, and whether the configuration may say otherwise."""
     for fill in _FILLS:
         if all(name in values for name in fill.names):
-            value = fill.value(*(values[name] for name in fill.names))
+            value = _HOW[fill.how](*(values[name] for name in fill.names))
             for key in fill.keys:
-                yield fill.names, key, value, fill.names == ("hidden_size",)
+                yield fill.names, key, value, fill.names == ["hidden_size"]
     for name, value in values.items():
         keys = [name] if name in given else _called(name, given)
         if name not in _NAMES and len(keys) == 1:
-            yield (name,), keys[0], list(value) if isinstance(value, tuple) else value, False
+            yield [name], keys[0], list(value) if isinstance(value, tuple) else value, False
 
 
 def _called(name: str, given: Mapping[str, Any]) -> list[str]:

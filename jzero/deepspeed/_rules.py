@@ -14,7 +14,7 @@ import optax
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero.deepspeed import _schedules, _transforms
 from jzero.deepspeed._python import SCHEDULE, Expression, called, name_of
-from jzero.deepspeed._table import AUTO, DTYPES, Config, Form, refuse
+from jzero.deepspeed._table import AUTO, DTYPES, Config, Form, refuse, rows_of
 from jzero.tracing._precision import master_weights
 
 Made = str | tuple[str, Mapping[str, Any]]  # the note of a key, or that and options by name
@@ -26,7 +26,7 @@ _ZERO = "zero_optimization"
 _STAGE, _HPZ, _MICS, _OPTIMIZER, _PARAM, _WEIGHTS, _GRADIENTS = (f"{_ZERO}.{name}" for name in (
     "stage", "zero_hpz_partition_size", "mics_shard_size", "offload_optimizer", "offload_param",
     "zero_quantized_weights", "zero_quantized_gradients"))  # fmt: skip
-_RATIO, _PATH, _PARAM_PATH = f"{_OPTIMIZER}.ratio", f"{_OPTIMIZER}.nvme_path", f"{_PARAM}.nvme_path"
+_RATIO = f"{_OPTIMIZER}.ratio"
 _OLD = {_OPTIMIZER: f"{_ZERO}.cpu_offload", _PARAM: f"{_ZERO}.cpu_offload_param"}
 _OPTIONS = {_OPTIMIZER: "memory.optimizer", _PARAM: "memory.params"}
 _BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
@@ -38,9 +38,6 @@ _AUTOCAST, _AUTOCAST_DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
 LR, CYCLES = "optimizer.params.lr", "scheduler.params.cycle_momentum"
 
 _NEVER = 2**31 - 1  # apply_if_finite applies what is not finite after so many errors in a row
-_BATCH = f"In DeepSpeed, {ROWS} = {MICRO} * {ACCUMULATE} * devices."
-_ASK = "Say how many devices there are with devices=8."
-_DROP, _STAGE_3 = "Drop one of them.", "Write stage 3, or drop it."
 _INSTEAD, _WHICH = "bfloat16 instead of float16", "write it to say which."
 LINEAR = (
     "The Hugging Face Trainer would decay it linearly, after warmup_steps: for that write "
@@ -90,78 +87,61 @@ def _device(c: Config, section: str) -> str:
 
 
 def check(c: Config) -> None:
-    """Refuses keys that contradict each other."""
+    """Refuses keys that contradict each other, by the first row of conflicts.tsv that is found."""
+    found = _findings(c)
+    for names, rule, edit in rows_of("conflicts.tsv"):
+        texts = [found[name] for name in names.split(" & ")]
+        if all(texts):
+            refuse(texts, rule, edit)
+
+
+def _findings(c: Config) -> dict[str, str]:
+    """What may contradict something else, in words; "" if it is not so."""
     get, says = c.get, c.says
     rows, micro, devices = get(ROWS), get(MICRO), c.devices
-    low, zero = says(_STAGE, c.stage < 3), says(_STAGE, c.stage == 0)
     hpz, mics = says(_HPZ, get(_HPZ) > 1), says(_MICS, get(_MICS) > 0)
-    at = {section: _device(c, section) for section in _OLD}
-    state, params = (f"{section} is on" * (device != "none") for section, device in at.items())
-    nvme = {s: f"{s}.device is 'nvme'" * (at[s] == "nvme") for s in at}
-    no_path = {s: not isinstance(path := get(f"{s}.nvme_path"), str) or not path for s in at}
-    apart = at[_OPTIMIZER] != "nvme" or get(_PATH) != get(_PARAM_PATH)
-    ratio = says(_RATIO, get(_RATIO) not in (0, 1))
-    autocast, halves = says(_AUTOCAST, get(_AUTOCAST)), [says(key, get(key)) for key in _HALVES]
-    float16 = get(_AUTOCAST_DTYPE).removeprefix("torch.") not in ("bfloat16", "bf16")
-    is_lamb = c.optimizer and c.optimizer.function is _transforms.lamb
-    scales = c.scheduler and c.scheduler.function is _schedules.warmup_cosine_lr
-    alone = "there is no optimizer" * (c.optimizer is None)
-    # Findings, rule and edit: an error if all of the findings are there, none of them "".
-    conflicts = [
-        ([f"neither {ROWS} nor {MICRO} is given" * (rows is None and micro is None)], _BATCH,
-         'Write one of them, or auto={"train_batch_size": 64}.'),
-        ([f"{ROWS} and {MICRO} are given, and not {ACCUMULATE}"
-          * bool(rows and micro and not get(ACCUMULATE) and not devices)], _BATCH, _ASK),
-        ([_wrong_product(c)], _BATCH, "Correct one of them."),
-        ([hpz, mics], "hpZ keeps a copy of the parameters in each node, and MiCS a copy of everything.",
-         _DROP),
-        *(([group, low], "It says over how many devices parameters are sharded, at stage 3.", _STAGE_3)
-          for group in (hpz, mics)),
-        ([hpz or mics, "devices is not given" * (devices is None)], "It divides the devices into groups.",
-         _ASK),
-        ([hpz or mics, f"there are {devices} devices" * bool((devices or 0) % _group(c))],
-         "It divides the devices into groups of one size.", "Correct it."),
-        *(([says(old, get(old)), f"{section} is there" * (section in c.given)], "They say the same.",
-           f"Drop {old}.") for section, old in _OLD.items()),
-        ([state, zero], "It offloads a device's shards of optimizer state, from stage 1 on.",
-         "Write stage 1, 2 or 3, or drop it."),
-        ([params, low], "It offloads the shards of parameters, at stage 3.", _STAGE_3),
-        *(([nvme[s], says(f"{s}.nvme_path", no_path[s])], "What is offloaded is in files there.",
-           "Write nvme_path, a folder of an NVMe disk.") for s in at),
-        ([nvme[_OPTIMIZER], ratio], "All optimizer state is in files.", "Drop ratio, or use 'cpu'."),
-        ([f"{s}.device is {at[s]!r}, in {get(f'{s}.nvme_path')}" * bool(nvme[_PARAM] and apart) for s in at],
-         "Parameters in files are updated with their optimizer state, in the same files.",
-         "Write 'nvme' and the same nvme_path for both."),
-        *(([params, other], "With parameters on the hosts, the hosts update all of them, and they are "
-           "sharded over all devices.", _DROP) for other in (ratio, hpz)),
-        *(([says(key, get(key)), params], "Layers whose parameters are on the hosts are programs of their "
-           "own; activations are offloaded within one.", _DROP) for key in _ACTIVATIONS),
-        *(([says(key, get(key)), low], "It is a part of stage 3 in DeepSpeed.",
-           "Use stage 3, or set it to false.") for key in (_WEIGHTS, _GRADIENTS)),
-        ([says(_GRADIENTS, get(_GRADIENTS)), says(WIRE, WIRE in c.given)],
-         "Gradients are communicated in one of the two.", _DROP),
-        (halves, "Parameters have one dtype.", _DROP),
-        ([autocast, says(_AUTOCAST_DTYPE, float16)],
-         "float16 needs a loss scale, which is part of your step.", "Write 'bfloat16'."),
-        *(([autocast, half], "The first has float32 parameters, and the second bfloat16 ones with float32 "
-           "masters.", _DROP) for half in halves),
-        *(([state, says(CLIP, get(CLIP)), half, says(OVERFLOW, get(OVERFLOW))],
-           "The hosts update each shard by itself; whether clipped updates of all are finite is a sum over "
-           "the devices.", _DROP) for half in halves),
-        ([state, says("optimizer.type", is_lamb)],
-         "The hosts update each shard by itself; norms of whole parameters are sums over the devices.",
-         "Drop offload_optimizer, or use AdamW."),
-        ([says("optimizer.params.nesterov", get("optimizer.params.nesterov")),
-          says("optimizer.params.momentum", not get("optimizer.params.momentum"))],
-         "Nesterov's is a kind of momentum.", "Write the momentum, or drop nesterov."),
-        ([says("scheduler.type", scales), alone], "It scales the optimizer's lr.",
-         "Write the section optimizer, or drop scheduler."),
-        ([says(CYCLES, get(CYCLES)), alone], "It sets the optimizer's betas.",
-         "Write cycle_momentum: false, or the section optimizer."),
-    ]  # fmt: skip
-    for found, rule, edit in conflicts:
-        if all(found):
-            refuse(found, rule, edit)
+    nesterov, momentum = "optimizer.params.nesterov", "optimizer.params.momentum"
+    dtype = get(_AUTOCAST_DTYPE).removeprefix("torch.")
+    function, schedule = (form and form.function for form in (c.optimizer, c.scheduler))
+    found = {
+        "no size": f"neither {ROWS} nor {MICRO} is given" * (rows is None and micro is None),
+        "no accumulation": f"{ROWS} and {MICRO} are given, and not {ACCUMULATE}"
+        * bool(rows and micro and not get(ACCUMULATE) and not devices),
+        "wrong product": _wrong_product(c),
+        "hpZ": hpz, "MiCS": mics, "groups": hpz or mics,
+        "no devices": "devices is not given" * (devices is None),
+        "uneven": f"there are {devices} devices" * bool((devices or 0) % _group(c)),
+        "stage 0": says(_STAGE, c.stage == 0), "below stage 3": says(_STAGE, c.stage < 3),
+        "ratio": says(_RATIO, get(_RATIO) not in (0, 1)),
+        "communication dtype": says(WIRE, WIRE in c.given),
+        "autocast to float16": says(_AUTOCAST_DTYPE, dtype not in ("bfloat16", "bf16")),
+        "Lamb": says("optimizer.type", function is _transforms.lamb),
+        "no momentum": says(momentum, not get(momentum)),
+        "WarmupCosineLR": says("scheduler.type", schedule is _schedules.warmup_cosine_lr),
+        "no optimizer": "there is no optimizer" * (c.optimizer is None),
+    }  # fmt: skip
+    for name, key in {
+        "quantized weights": _WEIGHTS, "quantized gradients": _GRADIENTS, "clipping": CLIP,
+        "overflow check": OVERFLOW, "autocast": _AUTOCAST, "Nesterov": nesterov, "cycle_momentum": CYCLES,
+        **{key.rpartition(".")[2]: key for key in (*_ACTIVATIONS, *_OLD.values())},
+        **{key.partition(".")[0]: key for key in _HALVES},
+    }.items():  # fmt: skip
+        found[name] = says(key, get(key))
+    paths = {section: get(f"{section}.nvme_path") for section in _OLD}
+    in_files = {section: _device(c, section) == "nvme" for section in _OLD}
+    apart = in_files[_PARAM] and not (
+        in_files[_OPTIMIZER] and len({*map(str, paths.values())}) == 1
+    )
+    for what, section in (("state", _OPTIMIZER), ("params", _PARAM)):
+        device, path = _device(c, section), paths[section]
+        found |= {
+            section.rpartition(".")[2]: f"{section} is there" * (section in c.given),
+            f"{what} offloaded": f"{section} is on" * (device != "none"),
+            f"{what} in files": f"{section}.device is 'nvme'" * in_files[section],
+            f"no {what} path": says(f"{section}.nvme_path", not isinstance(path, str) or not path),
+            f"{what} elsewhere": f"{section}.device is {device!r}, in {path}" * apart,
+        }
+    return found
 
 
 def _wrong_product(c: Config) -> str:

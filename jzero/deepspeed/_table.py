@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,18 +127,19 @@ class Form(NamedTuple):
     takes: Mapping[str, Row]  # its parameters
 
 
+def rows_of(file: str) -> Iterator[list[str]]:
+    """The rows of a table beside this file: cells parted by tabs, of which the last may be missing."""
+    lines = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
+    return (line.split("\t") for line in lines if not line.startswith("#"))
+
+
 def _tables() -> tuple[dict[str, Row], dict[str, str], dict[tuple[str, str], dict[str, Row]]]:
     """Rows by key; why values are refused, by key and value; rows of parameters, by section and form."""
     keys: dict[str, Row] = {}
     refusals: dict[str, str] = {}
     params: dict[tuple[str, str], dict[str, Row]] = {}
-    for line in Path(__file__).with_name("keys.tsv").read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        where, names, kind, default, accepts, rule, note, refused, flags, *_ = [
-            *line.split("\t"),
-            *[""] * 7,
-        ]
+    for where, names, kind, *cells in rows_of("keys.tsv"):
+        default, accepts, rule, note, refused, flags = [*cells, *[""] * (6 - len(cells))]
         row = Row(kind, json.loads(default or "null"),
                   json.loads(accepts) if accepts[:1] == "[" else _ACCEPTS[accepts],
                   rule, note, refused, flags)  # fmt: skip
