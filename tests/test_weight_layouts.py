@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import pathlib
 import re
 import types
@@ -936,6 +937,40 @@ def test_columns_are_read_once(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(jzero.CheckpointError, match="it has no bytes"):
         _sources.read_part(file, 0, tensor.shape, tensor.dtype, index)
+
+
+def test_a_read_of_the_system_may_be_short(tmp_path, monkeypatch):
+    """As of more than 2 GiB, or in a network's file system: it is continued, and nothing is damaged."""
+    tensor = values({"a.weight": (40, 64)})["a.weight"]
+    tensor.tofile(tmp_path / "data")
+    file, preadv = _sources.find("test", tmp_path / "data"), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:50]], at))
+    for columns in (slice(0, 64), slice(3, 60)):
+        index = [slice(1, 40), columns]
+        found = _sources.read_part(file, 0, tensor.shape, tensor.dtype, index)
+        np.testing.assert_array_equal(found, tensor[tuple(index)])
+
+
+def test_a_download_that_failed_is_done_again():
+    """Columns of an object are read from a copy on disk, which another thread may have begun."""
+    data = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+
+    class Flaky:
+        fails = True
+
+        def read_range(self, name: str, start: int, stop: int) -> bytes:
+            if Flaky.fails:
+                Flaky.fails = False
+                raise jzero.CheckpointError("the network is gone")
+            return data.tobytes()[start:stop]
+
+    file: Any = _sources.BucketFile(Flaky(), "data")  # type: ignore[arg-type]
+    index = [slice(0, 64), slice(2, 5)]
+    with pytest.raises(jzero.CheckpointError, match="the network is gone"):
+        _sources.read_part(file, 0, data.shape, data.dtype, index)
+    found = _sources.read_part(file, 0, data.shape, data.dtype, index)
+    np.testing.assert_array_equal(found, data[:, 2:5])
+    file._spooled[0].close()
 
 
 @pytest.mark.parametrize("shape", [(70, 33), (64, 32), (3, 5, 65), (1, 40, 7), (2, 3, 4, 5)])

@@ -50,10 +50,8 @@ class LocalFile:
         return os.fstat(self._fd).st_size == end
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
-        data, done = np.empty(nbytes, np.uint8), 0
-        while done < nbytes and (num := os.preadv(self._fd, [data[done:].data], start + done)):
-            done += num
-        _check(self, start, nbytes, done)
+        data = np.empty(nbytes, np.uint8)
+        _check(self, start, nbytes, _fill(self._fd, data, start))
         return data
 
     @contextlib.contextmanager
@@ -106,9 +104,12 @@ class BucketFile:
             if start not in self._spooled:
                 if len(self._spooled) == _SPOOLED:
                     del self._spooled[next(iter(self._spooled))]
-                self._spooled[start] = tempfile.TemporaryFile()
-                self._spooled[start].writelines(self._parts(start, nbytes))
-                self._spooled[start].flush()
+                with contextlib.ExitStack() as stack:
+                    file = stack.enter_context(tempfile.TemporaryFile())
+                    file.writelines(self._parts(start, nbytes))
+                    file.flush()
+                    stack.pop_all()  # The file is complete; one that is not is closed.
+                self._spooled[start] = file
             file = self._spooled[start]
         yield file.fileno(), 0
 
@@ -173,9 +174,17 @@ def read_part(
         for i in range(0, len(begins), TILE):
             rows = tile[: len(begins) - i]
             for row, begin in zip(rows, begins[i : i + TILE].tolist(), strict=True):
-                _check(file, start + begin, width, os.preadv(fd, [row], at + begin))
+                _check(file, start + begin, width, _fill(fd, row, at + begin))
             made[:, i : i + TILE] = rows.view(dtype).T
     return made.T.reshape(sizes)
+
+
+def _fill(fd: int, data: np.ndarray, at: int) -> int:
+    """Reads bytes into `data`, and returns how many there were; one `preadv` may read fewer."""
+    done = 0
+    while done < data.size and (num := os.preadv(fd, [data[done:].data], at + done)):
+        done += num
+    return done
 
 
 def _check(file: WeightFile, start: int, nbytes: int, found: int) -> None:
