@@ -4,7 +4,7 @@
 import types as _types
 import typing as _typing
 
-# Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
+# JAX's own functions: early scripts import them from here.
 from jax import grad as grad
 from jax import value_and_grad as value_and_grad
 
@@ -68,7 +68,7 @@ def __dir__() -> list[str]:
     )
 
 
-if not _typing.TYPE_CHECKING:  # To a type checker any name would be there.
+if not _typing.TYPE_CHECKING:  # A type checker would take any name to exist.
 
     def __getattr__(name: str) -> _typing.NoReturn:
         """Says where a name went; for one that never was there, what Python says."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jzero._given_fields import GivenFields
 
-# Blocks of hundreds: thousands double the error, and tens cost as much for scales as for values.
+# Larger blocks (thousands) double the error; in smaller ones (tens) scales need as many bytes as values.
 _SIZES = {"int8": 256, "int4": 128}
 _LARGEST = {"int8": 127, "int4": 7}
 

@@ -28,7 +28,7 @@ class Tolerance:
     leaf_rtol: float
 
 
-# For sums that are taken in another order: some hundred ULPs of float32, a few of the 16-bit types.
+# Bounds for sums in another order: some hundred ULPs of float32, a few of the 16-bit types.
 TOLERANCES = {
     "float64": Tolerance(rtol=1e-11, leaf_rtol=1e-12),
     "float32": Tolerance(rtol=2e-5, leaf_rtol=1e-5),

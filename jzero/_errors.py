@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# Who is said to have failed, where the same code serves several: what the user called.
+# What the user called, for messages of code that several functions share.
 _caller: contextvars.ContextVar[str | None] = contextvars.ContextVar("caller", default=None)
 STEP, EVAL_STEP = "shard_train_step", "shard_eval_step"
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -107,7 +107,7 @@ def named(name: str, most: int = 200) -> str:
     return name if len(name) <= most else f"{name[: most // 2]}...{name[-most // 2 :]}"
 
 
-# Of what cannot be used again: the rule, and what to do.
+# Rule and edit for a state that was consumed.
 CONSUMED = (
     "A step consumes its state, and so may one that was interrupted or failed.",
     "Use the state that the last step returned, or restore the last checkpoint. To keep an old state, copy "

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _WORD = re.compile(r"\w+")
-_SHOWN = 6  # of the words in one pair of braces
+_SHOWN = 6  # words in one pair of braces
 
 
 class Folded(NamedTuple):
@@ -17,7 +17,7 @@ class Folded(NamedTuple):
     num: int  # of the names that it stands for
 
 
-Choices = tuple[str, ...]  # what may stand in one place of a name
+Choices = tuple[str, ...]  # alternatives at one place of a name
 
 
 def folded(names: Iterable[str]) -> list[Folded]:

@@ -65,7 +65,7 @@ def given_fields(group: Any) -> dict[str, Any]:
     values = {x.name: (getattr(group, x.name), x.default) for x in dataclasses.fields(group)}
     return {
         name: value for name, (value, default) in values.items()
-        if type(value) is not type(default) or value != default  # An array is unequal in each element.
+        if type(value) is not type(default) or value != default  # `!=` of an array is elementwise.
     }  # fmt: skip
 
 

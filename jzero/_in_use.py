@@ -25,7 +25,7 @@ _READS = (
     "Evaluate between two steps, in the thread that trains, or evaluate a copy that was made there: "
     "jax.tree.map(jnp.copy, params)."
 )
-# One thread decides at a time; see [Note: locks and comprehensions].
+# One thread claims leaves at a time; see [Note: locks and comprehensions].
 _DECIDING = threading.RLock()
 _claims: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -54,7 +54,7 @@ class Use:
         self.running = _thread.allocate_lock()  # held while leaves are claimed
         self._thread = _thread.get_ident()
         self._leaves: Sequence[Any] = ()
-        # What runs already may consume leaves at any time.
+        # -1, which is never equal: calls that run already may consume leaves at any time.
         self._seen = _num_consumed if not _claims else -1
 
     def claim(self, leaves: Sequence[Any]) -> None:
@@ -85,7 +85,7 @@ class Use:
         devices, which wait for the others for ever.
         """
         if _array_memory.DELETES_DONATED and all(map(_DELETED, self._leaves)):
-            return  # Nearly always; to delete them again would cost ten times this.
+            return  # Nearly always; deleting them again takes ten times as long.
         if ids := set(map(id, kept)):
             _array_memory.let_go([x for x in self._leaves if id(x) not in ids])
         else:

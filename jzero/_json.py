@@ -24,10 +24,10 @@ import numpy as np
 
 from jzero._errors import CheckpointError, message
 
-MAX_BYTES = 100_000_000  # of a file; what describes 100,000 leaves has a quarter of it
+MAX_BYTES = 100_000_000  # of a file; a description of 100,000 leaves has a quarter of them
 _MAX_DEPTH = 100
 _MAX_VALUES = 5_000_000  # a value takes up to 100 bytes of memory, and a microsecond
-_MAX_DIGITS = 640  # of an integer; no setting of Python refuses so few
+_MAX_DIGITS = 640  # of an integer; whatever Python's own limit is set to, it is no smaller
 _SHOWN = 20
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))

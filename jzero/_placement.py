@@ -36,10 +36,10 @@ class Placement:
     def __init__(self, programs: Programs):
         self.programs = programs
         self._last: CachedDispatch | None = None
-        # Of the last plans and shardings: hundreds of leaves on the host take 0.7 ms.
+        # Those of the last plans and shardings: for hundreds of leaves on the host they take 0.7 ms.
         self._places: tuple[Any, Any, list[Place]] | None = None
         self._wrapped: tuple[Any, list[tuple[int, tuple[int, ...]]]] = ((), [])
-        # What steps need on the host while they run, of each kind the most that there was room for.
+        # Host memory that steps were granted while they run: the most of each kind.
         self._met = collections.Counter[tuple[str, str]]()
 
     def leaf_plans(
@@ -51,7 +51,7 @@ class Placement:
         """
         signature, config = self.programs.signature, self.programs.config
         plans: tuple[LeafPlan, ...] | None
-        # Where products must be known, and the state is all that the step takes, they are.
+        # weight_dtype depends on which leaves products read; a step of the state alone can be planned.
         alone = self.programs.options.weight_dtype is not None and signature.takes_state_alone
         if args or kwargs or alone:
             call = self.programs.bind(
@@ -59,7 +59,7 @@ class Placement:
             )
             plans = self.programs.of(call).plan.leaves
         else:
-            # Who never said what the state is may have it as before that was found: in another tree.
+            # If jzero has found the state's arguments by itself, the user's may have another structure.
             fits = not signature.found or signature.is_state(state)
             named = signature.named(state, _call.WHO) if fits else state
             abstract = _call.abstract(named, "state")
@@ -173,7 +173,7 @@ class Placement:
         )  # fmt: skip
         if spec is None:
             return None
-        # What is only read is read wherever it is.
+        # An evaluation reads files wherever they are.
         kind = None if config.evaluates else spec
         if leaves and all(is_in_files(leaves[i], places[i].placement, kind) for i in away):
             return None
@@ -211,7 +211,7 @@ class Placement:
     def inputs(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]] | None:
         """The program of a call, its placed state and its placed arguments; None under an outer `jax.jit`."""
         ready = self.repeated(call)
-        # A step that was made under an outer `jax.jit`, or `jax.grad`, may read values of it.
+        # A step that was made under an outer `jax.jit` or `jax.grad` may close over its tracers.
         if ready is None and (
             call.is_traced or (_jax_state.is_tracing() and self.programs.of(call.call).closes_over)
         ):

@@ -21,7 +21,7 @@ from jzero.tracing._signature import Signature
 WHO = "shard_eval_step"
 
 
-# Two forms, for those who check types: an evaluation, and a decorator of one.
+# Overloads for type checkers: an evaluation, and a decorator of one.
 @overload
 def shard_eval_step(
     eval_step: Callable[StepArgs, Result],

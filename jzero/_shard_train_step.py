@@ -21,7 +21,7 @@ from jzero.tracing._signature import Signature
 WHO = _call.WHO
 
 
-# Two forms, for those who check types: a step, and a decorator of one.
+# Overloads for type checkers: a step, and a decorator of one.
 @overload
 def shard_train_step(
     step_fn: Callable[StepArgs, Result], **options: Unpack[TrainStepOptions]

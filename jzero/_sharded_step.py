@@ -60,12 +60,12 @@ class ShardedStep(Generic[StepArgs, Result]):
       __wrapped__: the function it was made from.
     """
 
-    _bound: tuple[object, ...] = ()  # the instance of which it is a method
+    _bound: tuple[object, ...] = ()  # the instance, if it is a method
 
     def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
-        self.__wrapped__ = fn  # As there; checkers of types see it only here.
+        self.__wrapped__ = fn  # update_wrapper sets it, but type checkers see it only here.
 
     @property
     def trains(self) -> bool:
@@ -95,7 +95,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             with self._asked(self._who):
                 return self._evaluate(args, kwargs)
         _agreement.check(self._who)
-        # Twice at most, and thrice where an argument that was found is none of the state.
+        # At most twice, or three times if an argument was wrongly taken for a part of the state.
         while True:
             with contextlib.suppress(Elsewhere):
                 return self._train(args, kwargs)
@@ -120,7 +120,7 @@ class ShardedStep(Generic[StepArgs, Result]):
                 if donates:
                     state, arrays = _placing.apart(state, arrays, leaves)
                 state, outs = _nan_checks.run(self._who, program.step, state, arrays, leaves)
-                if donates:  # One program returns nothing that it was given.
+                if donates:  # A single program returns no array that it was passed.
                     use.consumed([*state, *outs] if self._programs.options.offloads else ())
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
@@ -246,7 +246,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         leaves = _weak.strong(call.state, program.state)
         state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])
-        if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
+        if axes := explicit_axes(mesh):  # JAX reshards nothing over Explicit axes by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)
             new = [PartitionSpec() if leaf.padding else s.spec for leaf, s in pairs]
             specs = [] if self._programs.config.evaluates else new
@@ -450,11 +450,11 @@ class ShardedStep(Generic[StepArgs, Result]):
                 "init", f"init_fn is {a_type(init_fn)}", "It is the function that makes the state.",
                 "Write train_step.init(init_fn, key); a state that exists goes to "
                 "train_step.shard(state)."))  # fmt: skip
-        # Traced once: every call of init_fn may make another optimizer, and so another tree.
+        # Trace once: each call of init_fn may create a new optimizer, and so a different tree.
         born = _objects.Born()
         with _objects.explained(_objects.INIT):
             traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
-        # XLA takes each device's part of what it makes. [Note: starts in bounds]
+        # XLA computes each device's part only. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self._placement.leaf_plans(state)
@@ -541,7 +541,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         _placing.check_alive(named, leaves, "unshard")
         _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.has_sharding(x, full) for x in leaves):
-            _agreement.confirm("unshard", mesh=config.mesh)  # What it returns may be looked at.
+            _agreement.confirm("unshard", mesh=config.mesh)  # The user may read the result at once.
         plain = [jnp.asarray(x) if isinstance(x, LeafArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")

@@ -10,7 +10,7 @@ from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._policy import Memory, Policy
 
 if TYPE_CHECKING:
-    # Of typing only since Python 3.13: with these defaults a bare `ShardedStep` is one of any step.
+    # typing has defaults since Python 3.13. By these a bare `ShardedStep` is one of any step.
     from typing_extensions import ParamSpec, TypeVar
 
     StepArgs = ParamSpec("StepArgs", default=...)

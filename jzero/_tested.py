@@ -5,8 +5,8 @@ import importlib.metadata
 
 from jzero._errors import message
 
-# Newer ones are not forbidden: most of them work, and an upper bound would hold back all that a user installs
-# beside jzero. tests/test_tested.py holds this table against what is installed, and pages against it.
+# Newer releases are not forbidden: most of them work, and an upper bound would hold back other packages.
+# tests/test_tested.py compares this table with what is installed, and with the pages.
 TESTED = {
     "jax": ("0.10.2", "0.12.0.1"),
     "jaxlib": ("0.10.2", "0.12.0.1"),

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
-_LOOK_SECONDS = 0.5  # The same of a flag.
+POLL_SECONDS = 0.05  # An interrupt may swallow the item that says that a thread has ended.
+_LOOK_SECONDS = 0.5  # The same for a flag.
 
 
 class ThreadGroup:
@@ -38,7 +38,7 @@ class ThreadGroup:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def start(self, calls: Sequence[tuple[Callable[..., None], *tuple[Any, ...]]]) -> None:
-        # In one call that no interrupt divides: so it is known how many there are to wait for.
+        # One call, which no interrupt divides: so the number of threads to wait for is known.
         self._threads.extend(map(_thread.start_new_thread, itertools.repeat(self._run), calls))
 
     @property

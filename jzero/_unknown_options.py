@@ -15,7 +15,7 @@ from jzero._moved_options import MOVED, new_line
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-# By the names that they have in JAX and DeepSpeed, and what people write: which option does it, and how.
+# Names that JAX and DeepSpeed have, and that people write: the option, and what to write.
 _KNOWN: dict[str, tuple[str | None, str]] = {
     **dict.fromkeys(("donate_argnums", "donate_argnames"), (None, "A train step donates its state "
         "(donate=False keeps it), an evaluation donates nothing: drop it.")),

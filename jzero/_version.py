@@ -5,5 +5,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("jzero")
-except PackageNotFoundError:  # A checkout on the path; nobody has built it.
+except PackageNotFoundError:  # A checkout on the path that was never built.
     __version__ = "0+unknown"

@@ -684,9 +684,9 @@ def costs(folder):
     """Microseconds of what every call does, of a change, and of a meeting."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     before = _agreement.agree("costs", mesh, lambda: {"program": ["the same"]})
-    room = _agreement._room_of(mesh)
-    assert room is not None
-    room.log.meets_from = 10**9
+    peers = _agreement._peers_of(mesh)
+    assert peers is not None
+    peers.log.meets_from = 10**9
     names = itertools.cycle("ab")
 
     def same():

@@ -12,7 +12,7 @@ from jzero.reports._bandwidth import bandwidth
 
 
 def _bandwidth(json: bool = False, **options: Any) -> Shown:
-    # Nothing is left for others where all of a device's memory is taken first.
+    # Preallocation would leave no memory to other processes.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     found = bandwidth(**options)
     if json:

@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
             epilog=f"example:\n  {example}" if example else None, **settings,
         )  # fmt: skip
 
-    # Typed as argparse does, by overloads that differ in the namespace alone.
+    # argparse has overloads that differ in the namespace only.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reports mistyped flags first: for `--param` argparse would say that `--params` is missing."""
         given = list(sys.argv[1:] if args is None else args)
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         choices = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
         commands = [name for names in choices for name in names]
         mine = list(itertools.takewhile(lambda text: text != "--", given))
-        if commands:  # What comes after the command is the command's.
+        if commands:  # Flags after the command belong to it.
             mine = list(itertools.takewhile(lambda text: text.startswith("-"), mine))
         typed = [text.partition("=")[0] for text in mine if re.match(r"-+[A-Za-z_]", text)]
         bad = [_no(name, flags) for name in typed if name not in flags]

@@ -20,7 +20,7 @@ from jzero._quantities import (
     parse_rate,
 )
 
-# How policies are said in flags.
+# Policies as flags.
 _POLICIES = {
     "memory=jzero.HostCPU()": "--offload host",
     "memory=jzero.PinnedHost()": "--offload pinned",
@@ -30,7 +30,7 @@ _POLICIES = {
     "Memory(params=)": "--offload-params",
     "the other axes": "model_parallel",
 }
-# By the name that --offload has for it: the policy, and those of its fields that have flags.
+# Values of --offload: the policy, and its fields that have flags.
 OFFLOADS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "pinned": (PinnedHost, ("device_bytes",)),
     "host": (HostCPU, ("ratio", "delayed_update")),

@@ -25,7 +25,7 @@ _COMMANDS = {
     "deepspeed": _deepspeed.COMMAND, "inspect": _checkpoints.INSPECT, "export": _checkpoints.EXPORT,
     "import": _checkpoints.IMPORT, "unlock": _checkpoints.UNLOCK,
 }  # fmt: skip
-_UNWRAPPED = 200  # columns of tables that go to a file or a pipe, where COLUMNS says nothing else
+_UNWRAPPED = 200  # columns of tables in a file or a pipe, unless COLUMNS is set
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
         prog=prog,
         description="ZeRO for JAX: memory and traffic of a training, contents of checkpoints.",
     )
-    # Of all that a report of a fault should say.
+    # What a bug report should contain.
     others = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
     versions = ", ".join([f"jzero {__version__}", *others])
     parser.add_argument("--version", action="version", version=versions)
@@ -95,6 +95,6 @@ def _print(shown: Shown, width: int) -> None:
         elif isinstance(what, Table):
             print("\n".join(["", *what.text(width)]))
             below = [""]
-        else:  # Paths are not cut: they are there to be copied.
+        else:  # Paths are not cut, so that they can be copied.
             print("\n".join([*below, *wrapped(escaped(what), "  ", width, cut=False)]), flush=True)
             below = []

@@ -11,7 +11,7 @@ from jzero._errors import OptionError, message
 from jzero._quantities import parse_bytes, readable_bytes, readable_count
 from jzero.reports._estimate import WHO, Estimate, roles_on_devices
 
-# Dark to light from the bottom, so that roles can be told apart without colour too.
+# Dark to light from the bottom, so that roles can be distinguished without colour, too.
 _COLORS = ("#0d47a1", "#42a5f5", "#ffb300", "#8d6e63", "#b0bec5", "#e0e0e0")
 
 

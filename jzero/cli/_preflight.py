@@ -31,7 +31,7 @@ def _preflight(function: str, json: bool = False, **options: Any) -> Shown:
     try:
         with _named_failures(f"the step of {function}()", but=(JzeroError, ImportError)):
             found = preflight(step, *arguments, **options)
-    except ImportError as error:  # XLA's compiler is not installed; the message says how to.
+    except ImportError as error:  # XLA's compiler is not installed.
         raise OptionError(str(error)) from error
     yield found.to_dict() if json else Verbatim(found)
 

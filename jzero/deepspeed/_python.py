@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-SCHEDULE = "schedule"  # the name of the learning rate's schedule in the program
-_COLUMNS = 72  # of a code block in a page
+SCHEDULE = "schedule"  # the variable of the program
+_COLUMNS = 72
 _MAKE_OPTIMIZER = """
 def make_optimizer():
     raise NotImplementedError("the optimizer of your script, in optax")
@@ -29,7 +29,7 @@ class Expression(NamedTuple):
 
     value: Any
     name: str
-    # Those of a call, each with its keyword, "" for positional ones; None for a name.
+    # Of a call, each with its keyword, or ""; None for a name.
     arguments: tuple[tuple[str, Any], ...] | None = None
 
 

@@ -27,8 +27,8 @@ class Link:
     """
 
     def __init__(self, under_way: int = 1):
-        # Seconds of each transfer for which something waited while it ran; of transfers that ran side by
-        # side, each has an equal part. So it is at most what the transfer takes alone.
+        # Seconds for which something waited while the transfer ran. Transfers that run at the same time
+        # share the wait equally, so that it is at most what the transfer takes alone.
         self.exposed: dict[Hashable, float] = defaultdict(float)
         self._under_way = under_way
         self._now = 0.0
@@ -89,8 +89,8 @@ class Clocks:
 
     def __init__(self, under_way: int = 1):
         self.now = 0.0  # seconds of the compute stream
-        # Seconds that each of the four computes or moves, of transfers as if each were alone; and what a
-        # caller adds, which loops multiply, too.
+        # Seconds of work of each of the four, as if every transfer were alone; callers may add keys, which
+        # loops multiply, too.
         self.busy: dict[str, float] = defaultdict(float)
         # Seconds for which the compute stream waits, for each of the others.
         self.waited: dict[str, float] = defaultdict(float)

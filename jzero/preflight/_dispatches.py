@@ -20,18 +20,18 @@ from jzero.segments._segment import shard_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
-_Value = jax.ShapeDtypeStruct  # whole, with its place
+_Value = jax.ShapeDtypeStruct  # of the global shape, with its sharding and memory kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DispatchedProgram:
     """One of the different programs that a step starts."""
 
-    name: str  # of the function that it was made of: 'iteration', 'fetch', ...
-    run: Callable[..., Any]  # it, of flat arguments
-    args: tuple[_Value, ...]  # whole, each with its place: sharding and memory
-    donated: tuple[int, ...]  # which of them it consumes
-    places: tuple[NamedSharding | None, ...]  # of its results, where the program says so
+    name: str  # of its function: 'iteration', 'fetch', ...
+    run: Callable[..., Any]  # takes flat arguments
+    args: tuple[_Value, ...]
+    donated: tuple[int, ...]  # indices of arguments
+    places: tuple[NamedSharding | None, ...]  # of its results, where the program specifies them
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """Lowers the program for these devices; its places are on an abstract mesh.
@@ -53,18 +53,18 @@ class Dispatch(NamedTuple):
     """A program or copy that a step starts."""
 
     part: DispatchedProgram | None  # the program; None for a copy
-    reads: tuple[Var, ...]  # what it takes
-    makes: Mapping[Var, _Value]  # what it makes, by variable
-    consumes: tuple[Var, ...]  # what it takes and nobody can read again
-    # of what it makes, that which crosses between the devices and their hosts
+    reads: tuple[Var, ...]
+    makes: Mapping[Var, _Value]
+    consumes: tuple[Var, ...]  # donated
+    # of what it makes, copies between the devices and their hosts
     copies: tuple[Copied, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatches:
     steps: tuple[Dispatch, ...]  # in order
-    args: Mapping[Var, _Value]  # the step's arguments, by variable
-    results: frozenset[Var]  # what is left when it is over
+    args: Mapping[Var, _Value]  # the step's arguments
+    results: frozenset[Var]  # the step's results
     in_files: frozenset[Var] = frozenset()  # arguments that are in no memory
 
     @property
@@ -124,7 +124,7 @@ class _DispatchReader:
         }
         self.values |= makes
         reads = tuple(variables(eqn.invars))
-        if "donated_invars" not in eqn.params:  # a copy: only programs have that
+        if "donated_invars" not in eqn.params:  # A copy: only programs have that.
             return Dispatch(None, reads, makes, (), tuple(self._copies(eqn, args)))
         gone = tuple(i for i, donated in enumerate(eqn.params["donated_invars"]) if donated)
         consumes = tuple(variables([eqn.invars[i] for i in gone]))
@@ -195,9 +195,9 @@ def _specs_inside(jaxpr: Jaxpr, args: Sequence[P]) -> list[P]:
 class ProgramMemory(NamedTuple):
     """Bytes of a program on a device, or on its host."""
 
-    arguments: int  # that it takes
+    arguments: int
     made: int  # results that do not alias donated arguments
-    temporaries: int  # beside them
+    temporaries: int
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> tuple[ProgramMemory, ProgramMemory]:

@@ -71,7 +71,7 @@ def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read
     peak = memory.peak_memory_in_bytes
     here, there = ProgramMemory.of(compiled)
     if there.temporaries:
-        # XLA's is that of the memory that has the larger one, be it the host's.
+        # XLA reports the larger of the device's peak and the host's.
         peak = min(peak, sum(here))
     return Examined(
         here.arguments,
@@ -155,7 +155,7 @@ def host_operations(text: str) -> tuple[str, ...]:
         shapes = {line.name: line.shape for line in lines}
         for line in lines:
             touched = [line.shape, *(shapes.get(name, "") for name in line.operands)]
-            # What a fusion does stands in its own computation; '-start' and '-done' are of copies.
+            # A fusion's operations are in its own computation; '-start' and '-done' are copies.
             copies = line.op in _COPIES or line.op.endswith(("-start", "-done"))
             allocates = '"AllocateBuffer"' in line.text
             computes = any(ON_HOST in shape for shape in touched) and not (copies or allocates)

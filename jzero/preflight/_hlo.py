@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 _HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
-# XLA writes the memory of the host as a part of a layout.
+# How XLA marks host memory in a layout.
 ON_HOST = "S(5)"
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 

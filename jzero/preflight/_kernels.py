@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jzero.preflight._hlo import ON_HOST, Computations, Instruction, arrays, sizes
 from jzero.targets._target import Target
 
-# No kernel: names of what is there, bodies that count by themselves, and ends of what has begun.
+# No kernels: names of values, calls whose bodies count by themselves, and ends of asynchronous operations.
 _NONE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "call",
     "conditional", "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain",
@@ -23,17 +23,17 @@ _SAME_BYTES = ("bitcast", "reshape")
 class Flops(NamedTuple):
     """Operations of matrix products, convolutions and fused attention."""
 
-    # on tensor cores, as many of bfloat16 as take the same time: one of TF32, in which XLA computes
-    # products of float32 by default, counts as two, and one of 8 bits as a half
+    # on tensor cores, as bfloat16 operations of the same time: one of TF32, in which XLA computes products
+    # of float32 by default, counts as two, and one of 8 bits as a half
     tensor: float
     f32: float  # without tensor cores: float32 at the highest precision, and wider
 
 
 class KernelWork(NamedTuple):
     flops: Flops | None  # None without a product, convolution or attention; then only bytes count
-    nbytes: int  # that it reads and writes in the device's memory
-    from_host: int  # bytes that it reads of pinned memory
-    to_host: int  # bytes that it writes there
+    nbytes: int  # read and written in the device's memory
+    from_host: int  # bytes read from pinned memory
+    to_host: int  # bytes written there
 
     def seconds(self, target: Target) -> float:
         """By a roofline of the device's peaks and memory bandwidth, without transfers to the host."""
@@ -85,7 +85,7 @@ def _read(name: str, nbytes: int, lines: Sequence[Instruction]) -> int:
             found += _read(user.name, nbytes, lines)
         elif user.op in _SLICES and first:
             found += sum(sizes(user.shape))
-        elif not (user.op == "dynamic-update-slice" and first):  # written in its place
+        elif not (user.op == "dynamic-update-slice" and first):  # It is updated in place.
             return nbytes
     return min(found, nbytes)
 
@@ -94,7 +94,7 @@ def _writes(line: Instruction, inner: Sequence[Instruction]) -> Iterator[tuple[s
     """Each result's shape, and the bytes that are written of it."""
     if line.op == "copy-start":  # Its shape is (result, operand, context).
         yield from list(_parts(line.shape))[:1]
-    elif line.op == "custom-call":  # Of several results, the last one may be its workspace.
+    elif line.op == "custom-call":  # The last of several results may be its workspace.
         yield from _parts(re.sub(r", [us]8\[\d+\](\{[^{}]*\})?\)$", "", line.shape))
     else:
         yield from _written(inner[-1], {x.name: x for x in inner})
@@ -159,14 +159,16 @@ def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> F
     lhs, rhs, result = found
     if labels is None or lhs is None or rhs is None or result is None:
         return Flops(0.0, 0.0)
-    # XLA's calls have the forward convolution's labels, whichever of its three arrays they compute.
+    # XLA's calls have the labels of the forward convolution, whichever of its arrays they compute.
     kernel, out = rhs[1], result[1]
     if "convBackwardFilter" in target:
         kernel, out = result[1], rhs[1]
     elif "convBackwardInput" in target:
         out = lhs[1]
     of_one = math.prod(kernel) / kernel[labels[1].index("o")]
-    dilated = re.search(r"lhs_dilate=([\dx]+)", line.text)  # All but one in so many are zeros.
+    dilated = re.search(
+        r"lhs_dilate=([\dx]+)", line.text
+    )  # Of so many elements all but one are zeros.
     zeros = math.prod(map(int, dilated[1].split("x"))) if dilated else 1
     return _at_peak(2.0 * math.prod(out) * of_one / zeros, values[0], line.text)
 
@@ -185,7 +187,7 @@ def _attention(line: Instruction, shapes: Mapping[str, str], target: str) -> Flo
 
 
 _HIGHEST = re.compile(r'operand_precision"?[=:][\[{][^\]}]*highest', re.I)
-# What a product multiplies where its algorithm is named, and in how many passes: `dot_bf16_bf16_f32_x3`.
+# A named algorithm: the dtype it multiplies, and the number of passes: `dot_bf16_bf16_f32_x3`.
 _ALGORITHM = re.compile(r"\b(?:alg_)?dot_(bf|tf|f)(\d+)_\w+?(?:_x(\d))?\b", re.I)
 
 

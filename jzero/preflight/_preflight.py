@@ -15,6 +15,7 @@ from jzero._errors import BatchError, MeshError, OptionError, a_type, message
 from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes, readable_seconds
 from jzero._sharded_step import ShardedStep
+from jzero.preflight import _targets
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._schedule import (
@@ -24,14 +25,6 @@ from jzero.preflight._schedule import (
     read_program,
     schedule_of,
     without_times,
-)
-from jzero.preflight._targets import (
-    check_lowered,
-    checked_axes,
-    compiled_target,
-    mesh_of,
-    read_topology,
-    with_bandwidth,
 )
 from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
@@ -118,25 +111,27 @@ def preflight(
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip
-    gpu = compiled_target(WHO, target)
-    grid = read_topology(WHO, gpu, topology)
+    gpu = _targets.compiled_target(WHO, target)
+    grid = _targets.read_topology(WHO, gpu, topology)
     options = {"xla_gpu_autotune_level": 0} | _checked_options(compiler_options)
     if isinstance(train_step, ShardedStep):
-        sizes = _axes_for(train_step, grid) if axes is None else checked_axes(WHO, grid, axes)
+        sizes = (
+            _axes_for(train_step, grid) if axes is None else _targets.checked_axes(WHO, grid, axes)
+        )
     elif isinstance(train_step, jax.stages.Lowered):
         if search_batch or search_wire:
             raise OptionError(message(
                 WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
                 "A search compiles the step with other batch sizes, or other communication dtypes.",
                 "Pass the sharded step and its arguments."))  # fmt: skip
-        check_lowered(WHO, train_step, gpu, grid)
-        sizes = checked_axes(WHO, grid, axes)
+        _targets.check_lowered(WHO, train_step, gpu, grid)
+        sizes = _targets.checked_axes(WHO, grid, axes)
     else:
         raise OptionError(message(
             WHO, f"train_step is {a_type(train_step)}",
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
-    gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
+    gpu = _targets.with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
     of_tpu = gpu.platform == "tpu"
     if of_tpu and search_wire:
         raise OptionError(message(
@@ -155,7 +150,7 @@ def preflight(
 
     if isinstance(train_step, jax.stages.Lowered):
         return shown(None, examine(train_step, options, read))
-    mesh = mesh_of(WHO, gpu, grid, sizes)
+    mesh = _targets.mesh_of(WHO, gpu, grid, sizes)
     train_step, args = train_step.unbound(), tuple(train_step._given(args))
     offloads = train_step._programs.options.offloads
     # An abstract mesh has all kinds of memory; devices that are not there list none.
@@ -168,11 +163,11 @@ def preflight(
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
         examined = examine_parts(dispatches, mesh, options, read)
         fetched = step._programs.options.offload.window.host_bytes
-        coming = -(-fetched // grid.per_host)  # of parameters in files
+        coming = -(-fetched // grid.per_host)  # bytes of buffers for parameters in files
         if step._programs.options.donate:
             return examined._replace(host_bytes=examined.host_bytes + coming)
         plan = batch.call(step.plan, rows)
-        return examined._replace(  # The programs consume a copy of the state.
+        return examined._replace(  # The programs donate a copy of the state.
             peak_bytes=examined.peak_bytes + plan.nbytes_at_rest(),
             host_bytes=examined.host_bytes + coming + plan.nbytes_at_rest(tier=PINNED),
         )
@@ -505,13 +500,16 @@ def _largest_rows(peak: Callable[[int], int], rows: int, first: int, limit: int)
         high = min((n for n, p in known.items() if p > limit), default=None)
         if high is not None and high - low <= unit:
             break
-        # Peaks grow in small steps, which a line does not meet: near the limit, halve the interval.
+        # Peaks grow in steps, which a line misses: near the limit, bisect.
         guess = (low + high) // 2 if high is not None and attempt > 3 else _guess(known, limit)
         guess = max(guess // unit * unit, low + unit)
         guess = guess if high is None else min(guess, high - unit)
         try:
             known[guess] = peak(guess)
-        except (TypeError, ValueError):  # A step that cuts its batch itself takes only some sizes.
+        except (
+            TypeError,
+            ValueError,
+        ):  # A step that splits its batch itself accepts only some sizes.
             if unit == rows:
                 raise
             unit = rows

@@ -63,7 +63,7 @@ def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
     seconds = sum(c.seconds * c.times for c in collectives)
     if len(exposed) < len(collectives) or not seconds:
         return None
-    # One that shares the links may be waited for longer than it takes alone.
+    # A collective that shares the links may be awaited for longer than it takes alone.
     return max(0.0, 1 - sum(exposed) / seconds)
 
 
@@ -101,8 +101,8 @@ class CompiledSchedule:
 class Copied(NamedTuple):
     """A value that a step copies between a device and its host."""
 
-    source: Hashable  # what is copied; a key
-    made: Hashable  # the copy; a key
+    source: Hashable  # a key
+    made: Hashable  # a key
     stream: str  # `TO_HOST` or `FROM_HOST`
     nbytes: int  # of each device
 
@@ -269,7 +269,7 @@ def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | N
     op = next((op for op in _OPS if line.op in (op, f"{op}-start")), None)
     if op is None:
         return None
-    # A start's shape holds operands and results; a plain one's only the results.
+    # The shape of a start has operands and results; otherwise only the results.
     whole = [sum(sizes(shapes[name])) for name in line.operands if name in shapes]
     results = sum(sizes(line.shape))
     if line.op.endswith("-start") and op != "all-reduce":

@@ -87,7 +87,7 @@ def mesh_of(
 ) -> jax.sharding.Mesh:
     axes = checked_axes(who, topology, axes)
     types = (jax.sharding.AxisType.Auto,) * len(axes)
-    # Of TPUs JAX picks the order, by their places in the slice.
+    # JAX orders TPUs by their coordinates in the slice.
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), types, devices=_devices(who, target, topology)
     )
@@ -174,7 +174,7 @@ def _devices(who: str, target: Target, topology: Topology) -> list[Any]:
         )) from error  # fmt: skip
 
 
-@functools.cache  # Devices of two calls are not the same ones, and JAX refuses to mix them.
+@functools.cache  # Each call would create new devices, and JAX refuses to mix them.
 def _found_devices(target: Target, topology: Topology) -> list[Any]:
     if target.platform == "tpu":
         name = f"{target.xla}:{topology.chips}"

@@ -30,17 +30,17 @@ from jzero._errors import ProcessError, message
 from jzero.processes import _unlike
 from jzero.processes._call_log import FAILS, MEETS, CallLog
 from jzero.processes._unlike import PROGRAM, Sections
-from jzero.processes._watch import Room, try_get, watch
+from jzero.processes._watch import Peers, try_get, watch
 from jzero.tracing import _jax_state
 
-# As long as jax.distributed.initialize waits by default.
+# The default timeout of jax.distributed.initialize.
 PATIENCE_SECONDS = 300.0
-# What a meeting costs, and how much of a training's time meetings may take that are not a program's first.
+# What a meeting takes, and the share of a training's time that later meetings of a program may take.
 _MEETING_SECONDS, _MEETINGS_SHARE = 2e-3, 0.005
 _VERDICT_SECONDS = 3.0
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 2e-4, 0.1
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a jaxpr: every process has its own
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a jaxpr; differs between processes
 _meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
 _last_meeting: dict[tuple[int, ...], tuple[int, float]] = {}  # its call, and when it was
 _forked = False  # whether this process is a child of one that had used JAX's devices
@@ -63,7 +63,7 @@ def check(who: str) -> None:
 
 def _note_fork() -> None:
     global _forked
-    # Forking itself is fine: data loaders do it, and their children touch no device.
+    # Forking by itself is fine: children of data loaders use no device.
     _forked = _forked or _jax_state.has_backends()
 
 
@@ -73,8 +73,8 @@ os.register_at_fork(after_in_child=_note_fork)
 class Agreement(NamedTuple):
     """What all processes have agreed on."""
 
-    name: str  # the same on all of them; nothing where there is one process
-    sections: Sections  # what it is; of the program only its name
+    name: str  # empty if there is one process
+    sections: Sections  # with a digest in place of the program
 
 
 def agree(
@@ -88,26 +88,26 @@ def agree(
     Raises:
       ProcessError: processes bring different things, or do not come within `PATIENCE_SECONDS`.
     """
-    room = _room_of(mesh)
-    if room is None:
+    peers = _peers_of(mesh)
+    if peers is None:
         return Agreement("", {})
 
     def bring() -> tuple[Sections, Agreement]:
-        watch.look_soon()  # The others may wait in what they know; to build it may take long.
+        watch.look_soon()  # Building sections may take long; let others see soon what this process calls.
         found = json.loads(_ADDRESS.sub("", json.dumps({"call": [who], **sections()})))
         name = _digest(json.dumps(found))[:16]
         return found, Agreement(name, {**found, PROGRAM: [name]})
 
-    return _meet(who, room, {"call": [who], **(about() if about else {})}, bring)
+    return _meet(who, peers, {"call": [who], **(about() if about else {})}, bring)
 
 
 def gather(who: str, mesh: Any, own: Any) -> list[Any]:
     """Gathers a JSON value from each process of the mesh; raises as `agree` does."""
-    room = _room_of(mesh)
-    if room is None:
+    peers = _peers_of(mesh)
+    if peers is None:
         return [own]
-    # Beside what they compare: it goes when the next meeting has begun, and all have read it.
-    store, processes = _jax_state.key_value_store(), room.processes
+    # Stored beside the digests: deleted when the next meeting has begun, after all have read it.
+    store, processes = _jax_state.key_value_store(), peers.processes
     key = f"jzero/{_digest(repr(processes))}/{_meetings[processes]}/brought"
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
     agree(who, mesh, dict)
@@ -129,9 +129,9 @@ def alike(who: str, mesh: Any, sections: Callable[[], Sections]) -> Iterator[Non
 
 def agree_again(who: str, mesh: Any, before: Agreement) -> None:
     """Waits until all processes of the mesh have come to call what they agreed on before."""
-    room = _room_of(mesh)
-    if room is not None:
-        _meet(who, room, before.sections, lambda: (before.sections, before))
+    peers = _peers_of(mesh)
+    if peers is not None:
+        _meet(who, peers, before.sections, lambda: (before.sections, before))
 
 
 def goes_on(mesh: Any, name: str) -> bool:
@@ -139,10 +139,10 @@ def goes_on(mesh: Any, name: str) -> bool:
 
     They should if the call differs from the one before, and a meeting takes too little time to matter.
     """
-    room = _room_of(mesh)
-    if room is None:
+    peers = _peers_of(mesh)
+    if peers is None:
         return True
-    log = room.log
+    log = peers.log
     if name != log.name and log.calls >= log.meets_from:
         return False
     log.runs(name)
@@ -151,10 +151,10 @@ def goes_on(mesh: Any, name: str) -> bool:
 
 def note(who: str, mesh: Any) -> None:
     """Notes a call that all processes make, and that needs no agreement."""
-    room = _room_of(mesh)
-    if room is not None:
-        room.describe(who, {"call": [who]})
-        room.log.runs(who)
+    peers = _peers_of(mesh)
+    if peers is not None:
+        peers.describe(who, {"call": [who]})
+        peers.log.runs(who)
 
 
 def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) -> None:
@@ -167,15 +167,15 @@ def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) ->
       ProcessError: they have not, or do not come within `PATIENCE_SECONDS`.
     """
     check(who)
-    room = _room_on(tuple(range(jax.process_count()))) if mesh is None else _room_of(mesh)
-    if room is None:
+    peers = _peers_on(tuple(range(jax.process_count()))) if mesh is None else _peers_of(mesh)
+    if peers is None:
         return
-    log = room.log
+    log = peers.log
     sections = {
         "call": [who], "calls": [f"{log.calls} before"], PROGRAM: [f"calls {log.history}"], **about(),
     }  # fmt: skip
     call = {"call": [who]}
-    _meet(who, room, call, lambda: (sections, Agreement(who, call)))
+    _meet(who, peers, call, lambda: (sections, Agreement(who, call)))
     watch.check()
 
 
@@ -201,71 +201,71 @@ def _processes_of(mesh: Any) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def _room_of(mesh: Any) -> Room | None:
+def _peers_of(mesh: Any) -> Peers | None:
     """The processes of a mesh and their log; None if there is one process, or no `jax.distributed`."""
-    return _room_on(_processes_of(mesh))
+    return _peers_on(_processes_of(mesh))
 
 
-def _room_on(processes: tuple[int, ...]) -> Room | None:
+def _peers_on(processes: tuple[int, ...]) -> Peers | None:
     if len(processes) < 2 or _jax_state.key_value_store() is None:
         return None
-    return watch.room(processes)
+    return watch.peers(processes)
 
 
 def _meet(
-    who: str, room: Room, about: Sections, bring: Callable[[], tuple[Sections, Agreement]]
+    who: str, peers: Peers, about: Sections, bring: Callable[[], tuple[Sections, Agreement]]
 ) -> Agreement:
     """Compares the sections of all processes; logs the call before, and the outcome after."""
-    entry = room.log.waits(_described(room, {**about, PROGRAM: ["a new one"]}))
+    entry = peers.log.waits(_described(peers, {**about, PROGRAM: ["a new one"]}))
     try:
         sections, agreement = bring()
-        _compare(who, room, sections)
+        _compare(who, peers, sections)
     except BaseException as error:
         failure = f"failed with {type(error).__name__}: {error}"
-        room.log.settle(entry, FAILS, _described(room, {"call": [failure]}))
+        peers.log.settle(entry, FAILS, _described(peers, {"call": [failure]}))
         raise
-    room.describe(*agreement)
-    room.log.settle(entry, MEETS, agreement.name)
+    peers.describe(*agreement)
+    peers.log.settle(entry, MEETS, agreement.name)
     return agreement
 
 
-def _described(room: Room, sections: Sections) -> str:
+def _described(peers: Peers, sections: Sections) -> str:
     name = _digest(json.dumps(sections))[:16]
-    room.describe(name, sections)
+    peers.describe(name, sections)
     return name
 
 
-def _compare(who: str, room: Room, sections: Sections) -> None:
+def _compare(who: str, peers: Peers, sections: Sections) -> None:
     """Waits for all processes, and raises if they bring different sections."""
-    store, processes = _jax_state.key_value_store(), room.processes
+    store, processes = _jax_state.key_value_store(), peers.processes
     table = f"jzero/{_digest(repr(processes))}"
     meeting = _meetings[processes]
     _meetings[processes] += 1
-    outcome = _exchange(who, store, f"{table}/{meeting}", room, _digest(json.dumps(sections)))
+    outcome = _exchange(who, store, f"{table}/{meeting}", peers, _digest(json.dumps(sections)))
     if len(outcome["groups"]) > 1:
         unlike = outcome["groups"][:2]
         texts = _texts_of(store, f"{table}/{meeting}", [group[0] for group in unlike], sections)
-        if room.log.calls > 1:
+        if peers.log.calls > 1:
             watch.wait(_VERDICT_SECONDS)  # It can say which call before this one differed.
             watch.check()
         raise ProcessError(_unlike.before_a_call(who, unlike, texts))
-    room.log.meets_from = outcome["meets_from"]
+    peers.log.meets_from = outcome["meets_from"]
     if jax.process_index() == processes[0] and meeting:
-        store.key_value_delete(f"{table}/{meeting - 1}")  # All have left it.
+        store.key_value_delete(f"{table}/{meeting - 1}")  # All processes have left it.
 
 
-def _exchange(who: str, store: Any, table: str, room: Room, digest: str) -> dict[str, Any]:
+def _exchange(who: str, store: Any, table: str, peers: Peers, digest: str) -> dict[str, Any]:
     """The outcome of a meeting: groups of processes with equal digests, once all have come.
 
     The first process reads all digests, and writes the outcome.
     """
-    here, processes = jax.process_index(), room.processes
+    here, processes = jax.process_index(), peers.processes
     store.key_value_set(f"{table}/digest/{here}", digest)
     end, pause = time.monotonic() + PATIENCE_SECONDS, _FIRST_POLL_SECONDS
     while True:
         outcome = try_get(store, f"{table}/outcome")
         if outcome is None and here == processes[0]:
-            outcome = _written(store, table, _outcome(room, _digests(store, table)))
+            outcome = _written(store, table, _outcome(peers, _digests(store, table)))
         if outcome is None and time.monotonic() > end:
             missing = sorted({*processes} - _digests(store, table).keys())
             outcome = _written(store, table, {"missing": missing})
@@ -287,14 +287,14 @@ def _digests(store: Any, table: str) -> dict[int, str]:
     return {int(key.rpartition("/")[2]): digest for key, digest in pairs}
 
 
-def _outcome(room: Room, digests: dict[int, str]) -> dict[str, Any] | None:
+def _outcome(peers: Peers, digests: dict[int, str]) -> dict[str, Any] | None:
     """None while somebody is missing."""
-    if len(digests) < len(room.processes):
+    if len(digests) < len(peers.processes):
         return None
     groups: dict[str, list[int]] = {}
-    for process in room.processes:
+    for process in peers.processes:
         groups.setdefault(digests[process], []).append(process)
-    return {"groups": list(groups.values()), "meets_from": _meets_from(room.processes, room.log)}
+    return {"groups": list(groups.values()), "meets_from": _meets_from(peers.processes, peers.log)}
 
 
 def _meets_from(processes: tuple[int, ...], log: CallLog) -> int:

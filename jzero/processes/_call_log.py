@@ -13,12 +13,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-RUNS = "runs"  # what all processes have agreed on before
-MEETS = "meets"  # ... and did so just before this call
-WAITS = "waits"  # to agree on it with the others
-FAILS = "fails"  # raised before it ran
-ENDS = "ends"  # no call: the process makes no more
-# So many changes are remembered while some process has yet to come to them.
+RUNS = "runs"  # All processes have agreed on it earlier.
+MEETS = "meets"  # They agreed on it just before this call.
+WAITS = "waits"  # It waits for the others to agree.
+FAILS = "fails"  # It raised before it ran.
+ENDS = "ends"  # No call: the process makes no more.
+# Changes that are kept while some process has not come to them.
 _MOST_ENTRIES = 4096
 
 
@@ -28,7 +28,7 @@ class Entry:
 
     call: int  # its number, from 1
     kind: str  # one of those above
-    name: str  # of what is called; of what has no name yet, of its description
+    name: str  # of what is called, or a digest of its description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Copy:
 
 class CallLog:
     def __init__(self) -> None:
-        self.calls = 0  # how many there were, the current one included
-        self.name: str | None = None  # of the last call; None if it has yet to be agreed on
-        self.history = ""  # a digest of all calls that have ended
-        self.meets_from = 0  # the first call before which processes may meet again at little cost
+        self.calls = 0  # including the current one
+        self.name: str | None = None  # of the last call; None if it is not agreed on yet
+        self.history = ""  # digest of all completed calls
+        self.meets_from = 0  # the first call before which another meeting takes little time
         self._entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
     def runs(self, name: str) -> None:
@@ -101,8 +101,8 @@ class CallLog:
 class Difference:
     """A call that is not the same on all processes."""
 
-    call: int  # its number
-    # for each thing that was called, by name, the processes; the fewest first
+    call: int
+    # names of what was called, and the processes that called it; the fewest first
     groups: list[tuple[str, list[int]]]
 
 
@@ -111,7 +111,7 @@ def first_difference(logs: Mapping[int, Copy], after: int = 0) -> Difference | N
     if _all_alike(list(logs.values()), after):
         return None
     calls = {entry[0] for log in logs.values() for entry in log.entries}
-    # What was dropped before a log's first entry was alike.
+    # Entries that a log has dropped were alike.
     for call in sorted(calls | {after + 1}):
         found = {process: state for process, log in logs.items() if (state := _at(log, call))}
         if call > after and _differ(found.values()):

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from jzero._errors import message
 
-# What a process is about to start: lines under headings, the most telling first.
+# What a process is about to start: lines by heading, the most telling heading first.
 Sections = Mapping[str, Sequence[str]]
-# Under this heading something differs whenever something else does.
+# This heading differs whenever another one does.
 PROGRAM = "program"
-# Of the state's leaves, of which the lines under STATE say more, once a program is built.
+# Lines on the state's leaves; those under STATE say more, once a program is built.
 SHAPES, STATE = "shapes of the state", "state"
 RULE = "All processes run one program on the same shapes; only the rows of the batch are their own."
 

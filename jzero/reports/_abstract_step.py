@@ -22,19 +22,19 @@ from jzero.sharding.plan._options import Options
 from jzero.tracing._precision import master_weights
 from jzero.tracing._signature import Signature
 
-# [Note: sizes of the abstract step] Its shapes are not the model's: numbers alone do not tell those, devices
-# would not divide them, and no dtype has 0.3 bytes. Its leaves are so large that nothing is left replicated
-# for being small, all devices divide all of them, and what follows is scaled to the model. Sizes decide three
-# things, which are therefore decided as the model's would: whether a matrix is tiled (all are), whether
-# parameters fit `device_bytes` (`whole`), and whether activations are worth a copy (all are).
+# [Note: sizes of the abstract step] Its shapes are not the model's: numbers alone do not determine these, the
+# devices might not divide them, and no dtype has 0.3 bytes. Its leaves are so large that none stays
+# replicated for being small, the devices divide all of them, and the results are scaled to the model. Three
+# decisions depend on sizes, and are therefore forced: matrices are tiled if there are tiles, parameters fit
+# `device_bytes` or not (`whole`), and all activations are worth a copy.
 _LAYERS = 11
-# For each device: shards of so many take more than what is gathered of some layers.
+# Per device: so many that shards take more than the gathered parameters of a few layers.
 _LAYERS_OF_EACH = 4
-# Of a matrix: a quantized block has as many elements, and a shard a multiple of them.
+# Of a matrix: the size of a quantized block, which divides a shard.
 _LEAST_DIM = 256
-_ROWS = 2048  # of a microbatch on a device, of which a loop saves 1 MiB or more in each iteration
+_ROWS = 2048  # of a microbatch on a device; a loop saves at least 1 MiB of them per iteration
 _TILES = 4  # of a matrix
-# Gathered layers: one is needed, two let the next one come beside it, and all take 4 or more.
+# Gathered layers in the budget: one is used, a second is gathered beside it; all of them take 4 or more.
 _WINDOW = 3
 _UNBOUNDED = 2**50  # bytes
 
@@ -43,8 +43,8 @@ class Types(NamedTuple):
     """What of bytes per parameter changes a program."""
 
     params: str  # the dtype in which parameters are stored
-    compute: str  # that in which passes use them
-    # of the optimizer: 'masters' if these are why its update reads no parameter, 'moments', or 'none'
+    compute: str  # the dtype in which passes use them
+    # of the optimizer: 'masters' (then its update reads no parameter), 'moments' or 'none'
     state: str
 
     @classmethod
@@ -56,11 +56,11 @@ class Types(NamedTuple):
 
 
 class AbstractStep(NamedTuple):
-    report: Report  # of it
-    types: Types  # dtypes of its leaves
-    layers: int  # how many its loop has
+    report: Report
+    types: Types
+    layers: int
     width: int  # of a layer's matrix, which is square
-    tiles: int  # into which a matrix is cut
+    tiles: int  # per matrix
 
     @property
     def num_params(self) -> int:
@@ -72,7 +72,7 @@ class AbstractStep(NamedTuple):
         return self.layers * self.width * _ROWS * self.report.plan.accumulate
 
 
-# It is traced and planned in 0.1 s, and a table of stages asks for each of them more than once.
+# It takes 0.1 s, and a table of stages asks for each of them more than once.
 @functools.lru_cache(maxsize=64)
 def abstract_step(
     options: Options, axes: tuple[tuple[str, int], ...], types: Types, recompute: bool, whole: bool
@@ -116,7 +116,7 @@ def abstract_step(
     mesh = AbstractMesh(sizes, names, abstract_device=AbstractDevice("", None, ""))
     resized = _resized(options, window, tile_bytes)
     programs = Programs(step, Signature.of(step, (), (), None), resized, mesh)
-    # Whatever mesh is current, this step is for none of its devices; and it adds float32 to bfloat16.
+    # The user's current mesh and dtype promotion must not apply: the step adds float32 to bfloat16.
     nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with nothing, jax.numpy_dtype_promotion("standard"):
         call = programs.bind((state, rows), {})
@@ -143,7 +143,7 @@ def _resized(options: Options, window: int, tile_bytes: int) -> Options:
 def _unbounded(policy: Any) -> Policy:
     """A policy of optimizer state that handles all of it at once."""
     match policy:
-        case HostCPU():  # A leaf is not cut; of what stays on the devices numbers know the share.
+        case HostCPU():  # A real leaf is not cut; `ScaledStep.share` applies the ratio.
             return dataclasses.replace(policy, ratio=1)
         case NVMe():
             return dataclasses.replace(policy, host_bytes=_UNBOUNDED)

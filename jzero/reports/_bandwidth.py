@@ -67,7 +67,7 @@ def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> Bandw
         raise OptionError(message(
             WHO, f"nbytes={nbytes!r}", f"The size of a copy is {BYTES_RULE}.", "Write nbytes='128MiB'."
         ))  # fmt: skip
-    with jax.set_mesh(None):  # One around the call has other devices.
+    with jax.set_mesh(None):  # A mesh of the caller may have other devices.
         return _measured(size, threads)
 
 

@@ -124,7 +124,7 @@ class Report(Printed):
         yield self._inputs_and_outputs()
         yield _prose.offloaded(self.plan, self.code_paths)
         yield _prose.owned(self.plan)
-        # An evaluation finds its leaves as they are.
+        # An evaluation does not choose how leaves are stored.
         full = [] if self.plan.evaluates else _prose.left_full(self.plan)
         leaves = self.plan.leaves
         yield [*full, *_prose.padded(leaves), *_prose.uncut(leaves)]
@@ -289,7 +289,7 @@ class Report(Printed):
     @functools.cached_property
     def operations(self) -> Mapping[str, float]:
         """Floating-point operations of each device, by pass: 'forward', 'backward', '' (neither)."""
-        # Counted when asked: it takes as long as all else that a description of a known program takes.
+        # Lazy: counting takes as long as the rest of a description.
         return {} if self.program is None else _work.flops_by_pass(self.program)
 
     def time(self, rates: Rates) -> StepTime:

@@ -418,7 +418,7 @@ class Estimate(Printed):
                     WHO, f"memory={memory!r} with all model states on the hosts",
                     "What is on a device does not grow with the model; the memory of its host bounds it.",
                     "Pass host_memory='1TB', bytes of the host for each of its devices."))  # fmt: skip
-        # By search: the bytes of each role are rounded up, and those of some are bounded.
+        # A search, since bytes of each role are rounded up, and those of some are bounded.
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

@@ -31,8 +31,8 @@ class ModelPart(NamedTuple):
     """Equal parts of a model: its layers, or a part of another kind."""
 
     name: str  # as transformers names it
-    num: int  # how many
-    shapes: ParamShapes  # of the parameters of one, by name; the experts of a layer are one array
+    num: int
+    shapes: ParamShapes  # of one part's parameters, by name; the experts of a layer are one array
 
     @property
     def num_params(self) -> int:
@@ -454,7 +454,7 @@ def _num_classes(c: _Entries) -> int:
     return len(names) or c.size("num_labels", 2, least=0)
 
 
-# What classes of transformers have where a configuration says nothing, as text_configs of larger ones do.
+# Defaults of transformers' classes, which text_configs of larger models rely on.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,

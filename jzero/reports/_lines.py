@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 WIDTH = 80  # columns of a terminal, unless someone says otherwise
 _KEPT = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|[KMGTP]?FLOP/s|Psi\b|[mu]?s\b|tokens\b|x )")
-# Where a path that is longer than a line may go on in the next: before a key, never in a number.
+# Where a path that is longer than a line may be broken: before a key, never in a number.
 _JOINT = re.compile(r"(?=\[)|(?<!\.)(?=\.(?![\d.]))|(?<=/)")
 
 

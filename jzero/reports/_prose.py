@@ -145,7 +145,7 @@ def left_full(plan: StepPlan) -> list[str]:
     params = [leaf for leaf in leaves if leaf.role == PARAMETER]
     moments = [leaf for leaf in leaves if leaf.role == OPTIMIZER and leaf.shape]
     if plan.stage in (1, 2) and plan.num_devices > 1 and params and not moments:
-        # As in a loop over minibatches, whose next iteration computes with what the moments made.
+        # As in a loop over minibatches: each iteration computes with parameters updated by the moments.
         return [
             f"Stage {plan.stage} shards optimizer state, and no leaf is only that: the step computes rows of "
             "the batch from all of these, as from moments where a loop updates more than once in a step. "

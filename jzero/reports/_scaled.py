@@ -45,8 +45,8 @@ class ScaledStep:
     def abstract(self) -> AbstractStep:
         options, sharding = self.options, self.sharding
         shards = self.sizes.parameters * self.each / sharding.count(sharding.param_axes)
-        # Half of the window for them: beside them it has what is gathered, which numbers do not tell. A loop
-        # over microbatches from which activations wait is one program.
+        # Shards get half of the budget, since the size of gathered parameters is unknown. A loop over
+        # microbatches that offloads activations is one program.
         fits = options.moves_activations or 2 * shards <= options.offload.window.device_bytes
         whole = options.rounds > 1 and fits
         recompute = self.workload.recompute
@@ -137,7 +137,7 @@ class ScaledStep:
         packed = Fraction(1) if codes is None else codes.bytes_per_element
         total = Fraction(sum(c.total_elements for c in group), abstract.num_params) / packed
         one = Fraction(max(c.elements for c in group), abstract.num_params) / packed
-        # Each is of the leaf, of a layer or of a tile; or of its shards over axes that other ones are over.
+        # A collective is of the leaf, a layer or a tile; or of its shards over the other axes.
         pieces = {1, abstract.layers, abstract.layers * abstract.tiles}
         sizes = [num for _, num in self.sharding.axes]
         chosen = itertools.chain.from_iterable(
@@ -160,7 +160,7 @@ class ScaledStep:
         sizes = {types.compute: self.sizes.compute, types.params: self.sizes.parameters}
         if dtype in sizes and (chosen is None or op not in _REDUCED):
             return sizes[dtype]
-        # As the options say, or as microbatches are summed.
+        # The dtype of the options, or of sums over microbatches.
         return Fraction(jnp.dtype(dtype).itemsize)
 
     @functools.cached_property
@@ -170,5 +170,5 @@ class ScaledStep:
         if plan.accumulate == 1 or plan.microbatches.by_layer:
             return None
         size = jnp.dtype(self.options.microbatches.dtype or jnp.float32).itemsize
-        # Of a leaf, so many bytes that a counter beside it does not matter.
+        # Rounded, since a counter beside the leaf has some bytes, too.
         return Fraction(size), round(Fraction(size * self.abstract.num_params, nbytes))

@@ -21,12 +21,12 @@ class RoleBytes(NamedTuple):
     gradients: Fraction  # as the optimizer receives them
     optimizer_state: Fraction  # masters included
     compute: Fraction  # as a pass gathers parameters and reduces gradients
-    # of the optimizer state, what makes the stored parameter a copy that no update reads
+    # of the optimizer state; with masters the stored parameter is a copy that no update reads
     masters: Fraction
 
 
-# By name, what `tests/test_estimate.py` holds against what optax's optimizers allocate: bytes of a parameter,
-# of its gradient, of a float32 master, and of the parameter as passes use it.
+# By name: bytes of a parameter, of its gradient, of a float32 master, and of the parameter as passes use it.
+# `tests/test_estimate.py` compares them with what optax's optimizers allocate.
 PRECISIONS = {
     # ZeRO, section 3.1; Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
     "mixed": (2, 2, 4, 2),  # 16-bit parameters, float32 masters (jzero.master_weights)
@@ -59,7 +59,7 @@ def role_bytes(optimizer: str, precision: str, given: BytesPerParam) -> RoleByte
         stored, grads if given.gradients is None else given.gradients, state,
         min(stored, compute), min(state, masters),
     )  # fmt: skip
-    # By way of text: 0.01 is to be a hundredth, not the nearest binary fraction.
+    # Via text: 0.01 becomes a hundredth, not the nearest binary fraction.
     return RoleBytes(*(Fraction(str(n)) for n in sizes))
 
 

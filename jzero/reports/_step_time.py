@@ -12,18 +12,7 @@ from typing import Any, NamedTuple
 
 from jzero._numbers import Rates, Workload
 from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
-from jzero.offload.schedule._folds import (
-    BACKWARD,
-    DISK_WAYS,
-    FORWARD,
-    PARTS,
-    TO_DISK,
-    UPDATE,
-    WAYS,
-    Transfer,
-    transfers,
-    updated_bytes,
-)
+from jzero.offload.schedule import _folds
 from jzero.offload.schedule._ops import Update, flat
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports._sizes import ACTIVATION
@@ -34,10 +23,10 @@ BETWEEN, HOST_UPDATE, DISK = "between devices", "host update", "disk"
 _DAY = 24 * 60 * 60
 # What each part of a step computes for a parameter and a token: a product takes two operations, and its
 # two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
-_OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
-PART_OF = {"forward": FORWARD, "backward": BACKWARD, "": UPDATE}
-# The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
-# update's own operations on a device (of an estimate), and that compute and copies share memory.
+_OPERATIONS = {_folds.FORWARD: 2, _folds.BACKWARD: 4, _folds.UPDATE: 0}
+PART_OF = {"forward": _folds.FORWARD, "backward": _folds.BACKWARD, "": _folds.UPDATE}
+# The time is a lower bound. It leaves out latencies of copies and collectives, attention's scores, operations
+# of an update on a device (in an estimate), and that compute and copies share the memory's bandwidth.
 
 
 class StepPart(NamedTuple):
@@ -184,41 +173,43 @@ def step_time(
     """The least time of a step with these `operations` by part; `tokens` is 0 if unknown."""
     assert rates.peak is not None
     speeds = {
-        **dict.fromkeys(WAYS, rates.pcie),
+        **dict.fromkeys(_folds.WAYS, rates.pcie),
         BETWEEN: rates.interconnect,
         HOST_UPDATE: rates.host_update,
         DISK: rates.disk,
     }
-    copied = transfers(schedule)
-    moved = _moved(traffic, copied, updated_bytes(schedule))
+    copied = _folds.transfers(schedule)
+    moved = _moved(traffic, copied, _folds.updated_bytes(schedule))
     ways = {
         name: {way: n / speed for way, n in moved[name].items() if n and (speed := speeds[way])}
-        for name in PARTS
+        for name in _folds.PARTS
     }
-    parts = [StepPart(name, operations[name] / rates.peak, ways[name]) for name in PARTS]
+    parts = [StepPart(name, operations[name] / rates.peak, ways[name]) for name in _folds.PARTS]
     if any(isinstance(op, Update) and op.delayed for op, _ in flat(schedule.ops)):
         # It runs beside the next step.
         passes = [part.compute + part.exposed for part in parts[:2]]
         parts[2] = parts[2]._replace(beside=sum(passes))
     hides = dict[str, int | None]()
-    for name in (FORWARD, BACKWARD):
+    for name in (_folds.FORWARD, _folds.BACKWARD):
         if ways[name] and tokens:
             compute = Fraction(operations[name], tokens * rates.peak)
             activations = [x for x in copied if x.part == name and x.what == ACTIVATION]
             hides[name] = _hides_from(compute, tokens, moved[name], speeds, activations)
-    untimed = [way for way in speeds if not speeds[way] and any(moved[x].get(way) for x in PARTS)]
+    untimed = [
+        way for way in speeds if not speeds[way] and any(moved[x].get(way) for x in _folds.PARTS)
+    ]
     return StepTime(
         tuple(part for part in parts if part.compute or part.ways),
         rates,
         hides,
         tuple(untimed),
-        sum(x.nbytes for x in copied if x.direction == TO_DISK),
+        sum(x.nbytes for x in copied if x.direction == _folds.TO_DISK),
     )
 
 
 def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
     """Operations of each device by part."""
-    recomputed = {BACKWARD: 2 * workload.recompute}
+    recomputed = {_folds.BACKWARD: 2 * workload.recompute}
     return {
         part: (each + recomputed.get(part, 0)) * num_params * (workload.tokens or 0)
         for part, each in _OPERATIONS.items()
@@ -226,16 +217,16 @@ def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
 
 
 def _moved(
-    traffic: Iterable[Collective], copied: Iterable[Transfer], updated: Mapping[str, int]
+    traffic: Iterable[Collective], copied: Iterable[_folds.Transfer], updated: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
     """Bytes of each device, by part and link."""
-    moved: dict[str, dict[str, int]] = {part: collections.Counter() for part in PARTS}
+    moved: dict[str, dict[str, int]] = {part: collections.Counter() for part in _folds.PARTS}
     for x in copied:
         # Reads and writes share a disk.
-        moved[x.part][DISK if x.direction in DISK_WAYS else x.direction] += x.nbytes
+        moved[x.part][DISK if x.direction in _folds.DISK_WAYS else x.direction] += x.nbytes
     for c in traffic:
-        # Sums that are taken after the last microbatch are its backward pass's, too.
-        part = PART_OF[c.autodiff] if c.op == "all-gather" else BACKWARD
+        # Reductions after the last microbatch belong to the backward pass, too.
+        part = PART_OF[c.autodiff] if c.op == "all-gather" else _folds.BACKWARD
         # An all-reduce is a reduce-scatter and an all-gather.
         moved[part][BETWEEN] += c.nbytes * (2 if c.op == "all-reduce" else 1)
     for part, n in updated.items():
@@ -245,7 +236,7 @@ def _moved(
 
 def _hides_from(
     compute: Fraction, tokens: int, moved: Mapping[str, int], speeds: Mapping[str, int | None],
-    activations: Sequence[Transfer],
+    activations: Sequence[_folds.Transfer],
 ) -> int | None:  # fmt: skip
     """The fewest tokens with which a pass hides all its transfers; `compute` is seconds per token.
 

@@ -19,8 +19,8 @@ from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._leaves import LeafPlan
 
 _GAP = 2  # spaces between columns
-_NAME = 20  # columns that names get at least; longer ones have a line of their own
-_REMARK = 20  # columns that remarks need beside the numbers, to stand there
+_NAME = 20  # least columns of names; longer names have a line of their own
+_REMARK = 20  # least columns of remarks beside the numbers
 
 
 class Memory(NamedTuple):
@@ -276,7 +276,7 @@ def _grid(
 
     height = max(len(titles[i]) for i in columns)
     for level in range(height):
-        # The words of a short title stand above its numbers, in the last lines.
+        # Titles are aligned at the bottom.
         above = [["", *title][max(0, level - height + len(title) + 1)] for title in titles]
         yield line(above)
     for row in rows:

@@ -8,22 +8,8 @@ from fractions import Fraction
 
 from jzero._memory_kinds import DEVICE, HOST, NVME
 from jzero.offload.schedule._folds import TO_DEVICE, UPDATE, held, transfers
+from jzero.reports import _sizes
 from jzero.reports._scaled import ScaledStep
-from jzero.reports._sizes import (
-    ACCUMULATOR,
-    ACTIVATION,
-    FETCHED,
-    GATHERED,
-    GATHERED_TILE,
-    GRADIENT,
-    GRADIENT_TILE,
-    RENEWED,
-    SECOND_SLOT,
-    TILES,
-    VISITING,
-    WINDOW,
-    transferred_gradients,
-)
 from jzero.reports._tables import Memory, memory_of
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER
@@ -46,14 +32,14 @@ def _files(step: ScaledStep) -> Iterator[Memory]:
     sizes, files, window = step.sizes, step.options.offload.files, step.options.offload.window
     if window.host_bytes:
         size, most = sizes.parameters, window.host_bytes
-        yield _row(step, FETCHED, size, "of each process", tier=HOST, stays=True, most=most)
+        yield _row(step, _sizes.FETCHED, size, "of each process", tier=HOST, stays=True, most=most)
     if files:
         size = sizes.optimizer_state
         if not files.in_place:
             note = "the new one beside the old"
-            yield _row(step, SECOND_SLOT, _in_files(step), note, tier=NVME, stays=True)
+            yield _row(step, _sizes.SECOND_SLOT, _in_files(step), note, tier=NVME, stays=True)
         most = files.host_bytes
-        yield _row(step, TILES, size, "of each process", tier=HOST, stays=True, most=most)
+        yield _row(step, _sizes.TILES, size, "of each process", tier=HOST, stays=True, most=most)
 
 
 def _gradients(step: ScaledStep) -> Iterator[Memory]:
@@ -61,25 +47,27 @@ def _gradients(step: ScaledStep) -> Iterator[Memory]:
     options, sizes = step.options, step.sizes
     files, num = options.offload.files, 1 if options.reduce_once else None
     if files and files.gradients:
-        size, note = transferred_gradients(sizes), "behind their tiles"
-        if not files.in_place:  # Where the new state will be: what has no room there is more.
+        size, note = _sizes.transferred_gradients(sizes), "behind their tiles"
+        if (
+            not files.in_place
+        ):  # They are written where the new state will be, which has room for so many.
             size = 2 * max(size - _in_files(step), Fraction(0))
             note = "in the version that is written"
-        yield _row(step, GRADIENT, size, note, tier=NVME)
+        yield _row(step, _sizes.GRADIENT, size, note, tier=NVME)
     elif not options.offload.streams:
-        # A step that is cut returns them before the update makes them wider.
-        size = transferred_gradients(sizes) if options.offloads else sizes.gradients
-        yield _row(step, GRADIENT, size, _gradient_note(options), num)
+        # An offloaded step returns them before the update makes them wider.
+        size = _sizes.transferred_gradients(sizes) if options.offloads else sizes.gradients
+        yield _row(step, _sizes.GRADIENT, size, _gradient_note(options), num)
     if summed := step.accumulator:
         note = f"sums {options.microbatches.num} microbatches"
-        yield _row(step, ACCUMULATOR, summed[0], note, summed[1])
+        yield _row(step, _sizes.ACCUMULATOR, summed[0], note, summed[1])
 
 
 def _gathered(step: ScaledStep) -> Iterator[Memory]:
     exchange = step.abstract.report.plan.exchange
     if exchange.keep_gathered and _gathers(step):
         when = "the whole step" if exchange.gather_once else "each microbatch"
-        yield _row(step, GATHERED, step.sizes.compute, f"gathered during {when}", 1)
+        yield _row(step, _sizes.GATHERED, step.sizes.compute, f"gathered during {when}", 1)
 
 
 def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
@@ -88,18 +76,18 @@ def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
     backend, gathered = options.offload, sizes.compute * _gathers(step)
     if most := backend.window.device_bytes:
         size = sizes.parameters / sharding.count(sharding.param_axes) + gathered
-        yield _row(step, WINDOW, size, "at a time, gathered ones included", 1, most=most)
+        yield _row(step, _sizes.WINDOW, size, "at a time, gathered ones included", 1, most=most)
     if options.comm.tile_bytes is not None:  # Two tiles of a matrix (ZeRO-Infinity, section 5.1.3).
         most = 2 * options.comm.tile_bytes
-        if gathered and not backend.streams:  # of a window they are a part
+        if gathered and not backend.streams:  # A budget includes them.
             note = "in use, and the next one"
-            yield _row(step, GATHERED_TILE, gathered, note, 1, most=most)
+            yield _row(step, _sizes.GATHERED_TILE, gathered, note, 1, most=most)
         several = sharding.count(sharding.shard_axes) > 1
         if several and not (options.reduce_once and options.microbatches.num > 1):
             note = "as it is made, and as it is reduced"
-            yield _row(step, GRADIENT_TILE, sizes.compute, note, 1, most=most)
+            yield _row(step, _sizes.GRADIENT_TILE, sizes.compute, note, 1, most=most)
     if not backend.updates_on_host and (most := backend.fetched_bytes) and backend.tier != DEVICE:
-        yield _row(step, VISITING, sizes.optimizer_state, "at a time", most=most)
+        yield _row(step, _sizes.VISITING, sizes.optimizer_state, "at a time", most=most)
 
 
 def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
@@ -110,8 +98,8 @@ def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
         role, devices = f"{does} {what}", _num_shards(step) * step.model_parallel
         if does == "delayed":
             note = "pinned, for the next step"
-        elif what == ACTIVATION:
-            role, devices = ACTIVATION, step.sharding.num_devices * step.model_parallel
+        elif what == _sizes.ACTIVATION:
+            role, devices = _sizes.ACTIVATION, step.sharding.num_devices * step.model_parallel
             note += f", of {'all microbatches' if by_layer else 'one microbatch'}" * (num > 1)
         elif step.options.offload.streams:
             role, note = what, "pinned, each from when it is reduced"
@@ -126,13 +114,13 @@ def _renewed(step: ScaledStep) -> Iterator[Memory]:
         found = transfers(step.schedule)
         nbytes = sum(x.nbytes for x in found if x.direction == TO_DEVICE and x.part == UPDATE)
         whole = nbytes * _num_shards(step) * step.model_parallel
-        yield Memory(RENEWED, whole, nbytes, False, "arrives while the old ones are used")
+        yield Memory(_sizes.RENEWED, whole, nbytes, False, "arrives while the old ones are used")
     elif backend.files and not backend.streams:
         num, note = (
             step.sharding.count(step.sharding.param_axes),
             "beside the old ones until all is written",
         )
-        yield _row(step, RENEWED, step.sizes.parameters, note, num)
+        yield _row(step, _sizes.RENEWED, step.sizes.parameters, note, num)
 
 
 def _row(
@@ -172,6 +160,6 @@ def _gradient_note(options: Options) -> str:
     if not options.reduce_once:
         return "sharded: reduced as they are produced"
     if options.microbatches.num == 1 and options.stage > 0:
-        # Without microbatches there is nothing to wait for: jzero runs what it runs at stage 2.
+        # Without microbatches a gradient is reduced at once, as at stage 2.
         return "whole, as the paper counts; jzero reduces them as they are produced"
     return "whole until they are reduced"

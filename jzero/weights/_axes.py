@@ -17,9 +17,9 @@ import numpy as np
 
 TILE = 32  # rows or columns that are transposed together: two cache lines of float32
 
-Dims = tuple[tuple[str, ...], ...]  # for each dim its axes, outermost first
-AxisRanges = Mapping[str, tuple[int, int]]  # of each axis a range
-# Reads a part of the array with this number: a slice of each dim.
+Dims = tuple[tuple[str, ...], ...]  # the axes of each dim, outermost first
+AxisRanges = Mapping[str, tuple[int, int]]
+# Reads a part of the array with this number, by a slice of each dim.
 Read = Callable[[int, tuple[slice, ...]], np.ndarray]
 
 
@@ -171,7 +171,7 @@ def _bounds(
         start, stop = box[axis]
         offset += start * each
         lengths.append(stop - start)
-        if stop - start != 1:  # Of axes within several, all is read.
+        if stop - start != 1:  # Inner axes are read whole.
             cuts = [*[slice(None)] * len(lengths), *(slice(*box[name]) for name in inner)]
             lengths += [sizes[name] for name in inner]
             return slice(offset, offset + (stop - start) * each), lengths, cuts

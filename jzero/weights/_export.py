@@ -109,7 +109,7 @@ def export_weights(
     chosen = _chosen(stored, select)
     exports = _exports(stored, chosen, dtype, table, config)
     framework = "flax" if table is None else "pt"  # as Hugging Face's own files say
-    # Tensors of larger items first: so each begins at a multiple of its item.
+    # Larger dtypes come first, so that each tensor is aligned to its dtype.
     files = [sorted(x, key=lambda x: -x.tensor.dtype.itemsize) for x in groups(exports, limit)]
     write = partial(_write, stored, files, framework)
     try:
@@ -305,7 +305,7 @@ class _Leaves:
             return read_part(self._files[name], 0, store.shape, dtype, index)
 
         rows = (*array.shape, 1)[0] if export.nbytes else 0
-        # So small that malloc keeps its memory: new pages take longer than the read.
+        # Small blocks, for which malloc reuses memory: new pages take longer than the read.
         each = max(_stream.AT_ONCE // 4 * rows // max(export.nbytes, 1), 1)
         for start in range(0, rows, each):
             yield array.read(slice(start, min(start + each, rows)), read)
@@ -348,7 +348,7 @@ def _write_file(
                     overflown |= dict.fromkeys(name for name, _ in export.sources.values())
                 file.write(_bytes_of(values))
         file.flush()
-        os.fsync(file.fileno())  # Before it gets the name of a complete file.
+        os.fsync(file.fileno())  # before it gets its final name
     return [*overflown]
 
 

@@ -38,7 +38,7 @@ def _decoder() -> Iterator[WeightRule]:
         yield WeightRule(f"{_T}{x}_layernorm.weight", f"{_L}{x}_layernorm/scale|weight")
     yield WeightRule("model.norm.weight", "[model/]norm/scale|weight")
     yield WeightRule("lm_head.weight", "lm_head/kernel", _LINEAR, True, "model.embed_tokens.weight")
-    # In one leaf: queries, keys and values one after the other; two equal halves.
+    # Fused leaves: queries, keys and values concatenated; gate and up as two halves.
     qkv, halves = (
         [f"{_T}self_attn.{x}_proj" for x in "qkv"],
         [f"{_T}mlp.{x}_proj" for x in ("gate", "up")],
@@ -83,7 +83,7 @@ def _gpt2() -> Iterator[WeightRule]:
     yield WeightRule("transformer.ln_f.weight", "[transformer/]ln_f/scale|weight")
     yield WeightRule("transformer.ln_f.bias", "[transformer/]ln_f/bias")
     yield WeightRule("lm_head.weight", "lm_head/kernel", _LINEAR, True, "transformer.wte.weight")
-    # In three leaves.
+    # Or separate leaves for queries, keys and values.
     kernels, biases = (
         tuple(f"{path}attn/{x}_proj/{kind}" for x in "qkv") for kind in ("kernel", "bias")
     )

@@ -32,7 +32,7 @@ from jzero.weights._safetensors import FLOATS, Tensor, is_float
 from jzero.weights._sources import WeightFile
 
 WHO = "import"
-_MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, which JAX walks by recursion
+_MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, through which JAX recurses
 
 
 class _Held(NamedTuple):
@@ -228,9 +228,9 @@ def _write(directory: Path, leaves: Mapping[str, LeafSource]) -> None:
             written.rename(directory)
             _files.sync(directory.parent)
     finally:
-        for parent in missing:  # Those that it was to be in, if it is not made.
+        for parent in missing:  # Remove the folders that were made for it, unless they are in use.
             with contextlib.suppress(OSError):
-                parent.rmdir()  # It does nothing to those that are not empty.
+                parent.rmdir()  # fails for those that are not empty
 
 
 def _not_written(directory: Path, error: Exception) -> JzeroError:

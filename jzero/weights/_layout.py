@@ -17,7 +17,7 @@ from jzero._errors import OptionError, message
 from jzero._json import shown
 from jzero.weights._axes import Dims, axes_of, parse
 
-LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
+LAYER, PART = "i", "n"  # axes that count layers, and the tensors (or leaves) of a rule
 TensorShape = tuple[int, ...]
 TensorKey = tuple[int | None, int]  # a layer, or None for all or none; which of the rule's names
 
@@ -257,7 +257,7 @@ def _problem(rule: WeightRule, names: Collection[object]) -> str | None:
     if LAYER in (left if rule.is_layer else [*left, *right]):
         return f"{LAYER} is the axis of layers, in one leaf for all: call this one otherwise"
     if len(leaves) > 1:
-        right = [*right, PART]  # which counts them
+        right = [*right, PART]  # It counts the leaves.
     if any(sides.count(PART) > 1 for sides in (left, right)):
         return f"{PART} is an axis of one side, and counts the several of the other"
     if odd := {*left} ^ {*right} - {LAYER}:

@@ -25,9 +25,9 @@ from jzero.weights._layout import (
     numbered,
 )
 
-_HEADS = {"h", "k"}  # axes: of heads, and of the elements of one
+_HEADS = {"h", "k"}  # axes of heads, and of the elements of one
 NamedShapes = Mapping[str, TensorShape]
-# Reads a part of an array by its name: a slice of each dim.
+# Reads a part of an array by its name, by a slice of each dim.
 ReadNamed = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
@@ -153,7 +153,7 @@ class Planner:
         ):
             found: Mapping[TensorKey, str] = matched
             if self._leaves is None:
-                # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
+                # The first rule for some tensors counts. A tied head needs its own tensor.
                 if used & {*found.values()} or (rule.optional and not found):
                     continue
                 if rule.tied and self._expected.lacks(found.values()):
@@ -167,7 +167,7 @@ class Planner:
                     found = self._tied_to(rule)
             used |= {*found.values()}
             pairs += self._pairs(rule, found, named, num, is_stacked)
-        origins: dict[str, str] = {}  # of what is made, what it is made of
+        origins: dict[str, str] = {}  # what each array is made of
         for pair in pairs:
             made, (source, *_) = pair.leaves, pair.tensors
             if self._tensors is None:
@@ -330,7 +330,7 @@ def _options(rule: WeightRule, rank: int, is_stacked: bool) -> Iterator[tuple[Di
     """Possible dims of tensors and leaves: heads merged into one dim, or with dims of their own."""
     same: Dims = tuple((f"d{i}",) for i in range(rank))
     left, right = rule.dims() if rule.axes else (same, same)
-    if not is_stacked:  # `i` says where layers are in a leaf that has them all.
+    if not is_stacked:  # `i` is the dim of a leaf that has all layers.
         right = tuple(x for group in right if (x := tuple(a for a in group if a != LAYER)))
     elif LAYER not in axes_of(right):
         right = ((LAYER,), *right)

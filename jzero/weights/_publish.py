@@ -34,7 +34,7 @@ SUFFIX = ".safetensors"
 FILE_SIZE, MAX_FILE_SIZE = "256MB", 512 * 10**6  # of files in a bucket
 _PART = r"-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?\.safetensors"  # what a part's name ends with
 _MOST = 5 * 10**9  # bytes that S3 takes in one request: of a file that is one tensor
-# Writes files of these names into a folder, and says when each is written; all of them, the index last.
+# Writes files of these names into a folder, calls back after each, and returns all, the index last.
 WriteFiles = Callable[[Path, Sequence[str], Callable[[Path], None]], Sequence[Path]]
 
 
@@ -70,12 +70,12 @@ def in_directory(
     who: str, target: Path, overwrite: bool, num: int, write_files: WriteFiles
 ) -> list[Path]:
     """Writes `num` files, and their index if they are several; see [Note: an export replaces another]."""
-    os.stat(target.parent)  # which is there
+    os.stat(target.parent)  # raises if it does not exist
     with private(f"{who} {target}", target, functools.partial(_withdraw, target)) as folder:
         _check_free(who, target, overwrite)
         there = {path.name for path in target.parent.iterdir()}
         written = write_files(folder, _file_names(target.name, num, there), lambda _: None)
-        _check_free(who, target, overwrite)  # That took a while.
+        _check_free(who, target, overwrite)  # Another process may have written meanwhile.
         *parts, last = [target.parent / path.name for path in written]
         for path in parts:
             (folder / path.name).rename(path)
@@ -103,7 +103,7 @@ def in_bucket(
     above, _, name = out.prefix.rpartition("/")
     bucket = dataclasses.replace(out, prefix=above)
     index, stem = f"{name}.index.json", name.removesuffix(SUFFIX)
-    older = bucket.read(index)  # First: see `_remove_older`.
+    older = bucket.read(index)  # before anything else: see `_remove_older`
     there = {f"{stem}{rest}" for rest in bucket.names(stem)}
     if not overwrite and (found := [x for x in (name, index) if x in there]):
         raise _exists(who, bucket / found[0])
@@ -133,7 +133,7 @@ def in_bucket(
             try:
                 _write_if(who, bucket, last, older and older.version)
             except OptionError:
-                # Of another error nobody knows whether it was written all the same.
+                # After another error the index may have been written all the same.
                 _remove_quietly(bucket, sent)
                 raise
     parts = [x for x in there if _is_part(x, stem)]
@@ -154,7 +154,7 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
         version = bucket.write_if(_seal.NAME, claim, found and found.version)
         owns = functools.partial(_mirror.check_claim, bucket, claim)
         left = _mirror.random_names(bucket.names())
-        owns()  # After the list: what is in it is not of one that has begun since.
+        owns()  # after listing: so these names are not those of a later upload
         bucket.remove(left)
         try:
             bucket.upload(files, owns)
@@ -166,7 +166,7 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
         raise CheckpointError(message(
             f"{who} {bucket}", f"{error} was written by another process", "One writes at a time.",
             "Name another directory, or wait until it is done.")) from error  # fmt: skip
-    if found is not None:  # Now that it is sealed nobody writes here again.
+    if found is not None:  # Once it is sealed, nobody else writes here.
         _remove_quietly(bucket, sorted({*bucket.names()} - {*files, _seal.NAME}))
 
 
@@ -191,7 +191,7 @@ def _retreat(bucket: Bucket, files: Iterable[str], seal: bytes, version: bytes) 
     upload's.
     """
     with contextlib.suppress(CheckpointError):
-        with contextlib.suppress(Lost):  # So that the seal cannot come any more.
+        with contextlib.suppress(Lost):  # A seal that is still in flight now fails.
             bucket.write_if(_seal.NAME, _new_claim(), version)
         found = bucket.read(_seal.NAME)
         if found is None or found.data != seal:
@@ -238,7 +238,7 @@ def _index(target: Path) -> Path:
 def _withdraw(target: Path, folder: Path) -> None:
     """Removes parts that were moved before their index, which is still in the folder and names them."""
     index = folder / _index(target).name
-    with contextlib.suppress(CheckpointError):  # There is none yet, or not all: then no part came.
+    with contextlib.suppress(CheckpointError):  # If there is no complete index, no part was moved.
         found = _json.read("export", index, {"weight_map": {str: str}})
         for name in {*found["weight_map"].values()}:
             if _is_part(name, target.stem) and not (folder / name).exists():

@@ -38,7 +38,7 @@ METADATA = "__metadata__"  # an entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones
 _MAX_RANK = 32  # of arrays that tensorstore writes
 _ENTRY = {"dtype": str, "shape": [int], "data_offsets": [int]}
-_MAX_SIZE = 2**63  # of a dim, and of all but those of size 0; NumPy counts no further
+_MAX_SIZE = 2**63  # of a dim, and of the product of those above 0: NumPy's limit
 
 
 class Tensor(NamedTuple):
@@ -67,7 +67,7 @@ def is_float(dtype: Any) -> bool:
 
 def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
     """The values in a dtype, and whether no number became infinite."""
-    with np.errstate(over="ignore"):  # It will be found, and have a name.
+    with np.errstate(over="ignore"):  # The caller checks.
         made = x.astype(dtype, copy=False)
     return made, made is x or np.array_equal(np.isfinite(x), np.isfinite(made))
 
@@ -80,7 +80,7 @@ def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
         offsets = [start, start := start + t.nbytes]
         entries[t.name] = {"dtype": NAMES[t.dtype], "shape": t.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(math.ceil(len(text) / 8) * 8)  # So tensors are aligned.
+    text = text.ljust(math.ceil(len(text) / 8) * 8)  # aligns the tensors
     return len(text).to_bytes(8, "little") + text
 
 

@@ -25,7 +25,7 @@ from jzero.weights._axes import TILE
 
 # Hugging Face's loader takes the first.
 _NAMES = ("model.safetensors", "model.safetensors.index.json")
-_SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
+_SPOOLED = 8  # tensors of an object that are copied to disk: one leaf may be made of several
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,7 +73,7 @@ class BucketFile:
 
     bucket: Bucket
     name: str
-    # Tensors on disk, by where they begin.
+    # Tensors that are copied to disk, by their offset.
     _spooled: dict[int, Any] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
@@ -91,7 +91,7 @@ class BucketFile:
         return found.data
 
     def ends_at(self, end: int) -> bool:
-        return self._has(end - 1) and not self._has(end)  # Nobody says how many it has.
+        return self._has(end - 1) and not self._has(end)  # Its size cannot be asked for.
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
         parts = [np.frombuffer(part, np.uint8) for part in self._parts(start, nbytes)]
@@ -159,7 +159,7 @@ def read_part(
     """
     box = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
     each = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    # Dims after this one are read whole.
+    # Later dims are read whole.
     last = max((i for i, size in enumerate(shape) if len(box[i]) < size), default=0)
     sizes, width = [*map(len, box)], dtype.itemsize * math.prod(map(len, box[last:]))
     begins = np.array([sum(step * side.start for step, side in zip(each, box, strict=True))])
@@ -167,7 +167,7 @@ def read_part(
         begins = np.add.outer(begins, step * np.arange(size)).reshape(-1)
     if len(begins) == 1:
         return file.read(start + int(begins[0]), width).view(dtype).reshape(sizes)
-    # In memory column after column, which is the order that whoever reads columns wants.
+    # Column-major, which is the order in which columns are used.
     made = np.empty((width // dtype.itemsize, len(begins)), dtype)
     tile = np.empty((TILE, width), np.uint8)
     with file.opened(start, math.prod(shape) * dtype.itemsize) as (fd, at):
