@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -138,5 +139,5 @@ def _parse(
 
 
 def _is_bytes(x: Any) -> bool:
-    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    is_number = isinstance(x, numbers.Real) and not isinstance(x, bool)
     return is_number and math.isfinite(x) and x >= 0

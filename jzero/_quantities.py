@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from fractions import Fraction
 
@@ -117,8 +118,8 @@ def _three_digits(num: float) -> str:
 
 def _parse(value: object, units: dict[str, int]) -> int | None:
     number: float | Fraction = 0
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # also NumPy's
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
     elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
         sizes = {unit.lower(): size for unit, size in units.items()}
         number = Fraction(match[1]) * sizes.get(match[2].lower() or _plain(units), 0)

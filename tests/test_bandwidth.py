@@ -190,6 +190,12 @@ def test_a_size_that_is_none(nbytes):
         jzero.bandwidth(nbytes=nbytes)
 
 
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
+def test_threads_that_are_none(threads):
+    with pytest.raises(jzero.OptionError, match=r"bandwidth: threads=.*\. It is how many threads"):
+        jzero.bandwidth(nbytes=64, threads=threads)
+
+
 def output(*arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

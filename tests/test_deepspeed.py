@@ -587,5 +587,17 @@ def test_a_file_may_have_infinite_steps_per_print(tmp_path: pathlib.Path):
     assert "NaN is no number" in refused(path)
 
 
+def test_numbers_of_numpy_are_numbers():
+    """A program is printed without NumPy's names."""
+    config = {"train_batch_size": np.int64(8), "gradient_clipping": np.float32(0.5), "optimizer": {
+        "type": "Adam", "params": {"lr": "auto", "betas": (np.float64(0.5), 0.75)}}}  # fmt: skip
+    found = jzero.from_deepspeed(config, auto={"learning_rate": np.float64(0.25)})
+    assert found.batch_size == 8
+    chain = (
+        "optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.25, b1=0.5, b2=0.75, eps=1e-08,"
+    )
+    assert assigned(found.python(), "tx").startswith(chain)
+
+
 def test_a_program_has_jnp_for_whoever_fills_it_in():
     assert "\nimport jax.numpy as jnp\n" in jzero.from_deepspeed(SMALL).python()

@@ -1,7 +1,10 @@
 """estimate() against describe() of a real step, optax's own state, the paper's theory, and wrong numbers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -209,6 +212,7 @@ def test_describe_prints_the_same_tables():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
+     (np.int64(7), 7), (np.float32(2**30), 2**30), (np.float64("nan"), None), (np.bool_(True), None),
      ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
      ("1e9", 10**9), ("7.5E+9", 75 * 10**8), ("2e3 K", 2 * 10**6), ("7.5e0", None), ("1e", None),
      ("1e-3", None), ("1e100", None), (0, None), ("0", None), ("0.1", None),
@@ -226,6 +230,16 @@ def test_counts(value, expected):
 )  # fmt: skip
 def test_bytes(value, expected):
     assert parse_bytes(value) == expected
+
+
+def test_numbers_of_numpy():
+    """As from `np.prod(shape)`, or from a measurement."""
+    whole: Any = np.int64
+    fraction: Any = np.float32(6.5)
+    sizes = jzero.BytesPerParam(params=whole(1), optimizer=fraction)
+    found = jzero.estimate(whole(10**9), devices=8, bytes_per_param=sizes)
+    assert found.nbytes("optimizer state") == 65 * 10**8 // 8
+    assert found.largest_model(whole(2**35)) == found.largest_model(2**35)
 
 
 def test_readable_counts():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jzero import _json
 from jzero._errors import OptionError, message, named
 from jzero.deepspeed import _table
@@ -110,6 +112,11 @@ def _parsed(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def _clean(x: Any) -> Any:
+    """Without comments and null; NumPy's numbers become Python's, as a program prints them."""
+    if isinstance(x, np.generic):
+        return x.item()
+    if isinstance(x, list | tuple):
+        return [*map(_clean, x)]
     if not isinstance(x, Mapping):
         return x
     pairs = ((k, v) for k, v in x.items() if v is not None and not str(k).startswith(("_", "//")))
@@ -207,7 +214,7 @@ def _named_values(auto: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(auto, Mapping | None) or not all(isinstance(x, str) for x in auto or ()):
         refuse([f"auto is {_json.shown(auto)}"], "It has values by names of the Trainer or of DeepSpeed.",
                'Write auto={"learning_rate": 1e-4}.')  # fmt: skip
-    values = {name: value for name, value in (auto or {}).items() if value is not None}
+    values = {name: _clean(value) for name, value in (auto or {}).items() if value is not None}
     bad = [f"{name} is {shown(values[name])}" for name in ("warmup_ratio", *_STEPS, "hidden_size")
            if name in values and not _is_number(values[name])]  # fmt: skip
     refuse(bad, "It is a number.", "Correct it.")

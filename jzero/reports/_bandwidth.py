@@ -13,6 +13,7 @@ from jzero._errors import OptionError, counted, message
 from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
 from jzero.offload import _bandwidth
 from jzero.offload.kernels._code_paths import no_kernels
+from jzero.reports._checks import is_size
 from jzero.reports._tables import Block, Printed, Table
 
 WHO = "bandwidth"
@@ -60,13 +61,17 @@ def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> Bandw
       A `BandwidthReport`: `print` it.
 
     Raises:
-      OptionError: `nbytes` is not a number of bytes.
+      OptionError: `nbytes` is not a number of bytes, or `threads` is not an int from 1.
     """
     size = parse_bytes(nbytes)
     if size is None:
         raise OptionError(message(
             WHO, f"nbytes={nbytes!r}", f"The size of a copy is {BYTES_RULE}.", "Write nbytes='128MiB'."
         ))  # fmt: skip
+    if not (threads is None or is_size(threads)):
+        raise OptionError(message(
+            WHO, f"threads={threads!r}", "It is how many threads update, an int from 1.",
+            "Drop it to use all processors that this process may use."))  # fmt: skip
     with jax.set_mesh(None):  # A mesh of the caller may have other devices.
         return _measured(size, threads)
 
