@@ -102,6 +102,20 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
     raise NotRegular(errno.EINVAL, reason, os.fspath(path))
 
 
+def load(path: str | Path, most: int, infinities: bool = False) -> Any:
+    """The value of a JSON file of at most `most` bytes.
+
+    Raises:
+      OSError: it cannot be read.
+      Malformed: it is no JSON, or larger.
+    """
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Malformed(f"it has more than {most} bytes")
+    return parse(data, infinities=infinities)
+
+
 def parse(data: bytes, what: str = "it", infinities: bool = False) -> Any:
     """The value of JSON in UTF-8, which findings call `what`; `infinities` accepts `Infinity`."""
     _check_nesting(data, what)

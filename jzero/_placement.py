@@ -239,7 +239,9 @@ class Placement:
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
         leaves = _weak.strong(leaves, program.state)
         shardings = program.state_shardings
-        needs = self._new_needs(program)
+        # Host memory that it needs while it runs, beyond what an earlier step has been granted.
+        more = [(need, need.nbytes - self._met[need[:2]]) for need in program.host_needs()]
+        needs = [need._replace(nbytes=nbytes) for need, nbytes in more if nbytes > 0]
         placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
         state = [*map(storage_of, placed)]
         self._met.update({need[:2]: need.nbytes for need in needs})
@@ -247,11 +249,6 @@ class Placement:
             state[i] = storage_of(call.state[i])
         self._last = CachedDispatch.of(program, call, state)
         return program, state
-
-    def _new_needs(self, program: Program) -> list[HostNeed]:
-        """Host memory that this program needs beyond what an earlier one has needed."""
-        needs = [(need, need.nbytes - self._met[need[:2]]) for need in program.host_needs()]
-        return [need._replace(nbytes=more) for need, more in needs if more > 0]
 
 
 def _check_values(call: FlatCall) -> None:

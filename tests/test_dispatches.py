@@ -52,7 +52,7 @@ def started_by(train_step, state, num=8):
 def without_temporaries(found):
     """Memory of programs that need none but for arguments and results that outlive them."""
     nothing = ProgramMemory(0, 0, 0)
-    return dict.fromkeys(found.parts, (nothing, nothing))
+    return dict.fromkeys(found.programs, (nothing, nothing))
 
 
 @pytest.mark.slow(but=["parameters, updated in slices-scanned"])
@@ -60,8 +60,8 @@ def without_temporaries(found):
 @pytest.mark.parametrize("name", OFFLOAD)
 def test_every_program_that_a_step_starts_compiles(scan, name):
     found = dispatches(scan, name)
-    assert sum(found.parts.values()) == sum(step.part is not None for step in found.steps)
-    for part in found.parts:
+    assert sum(found.programs.values()) == sum(step.program is not None for step in found.steps)
+    for part in found.programs:
         here, _ = ProgramMemory.of(part.lower(small.auto_mesh(data=8)).compile())
         args = [_dispatches.held_bytes(part.args, kind) for kind in ("device", "pinned_host")]
         # On CPUs both are one memory; XLA leaves out what a program does not read, an int32 or two.
@@ -71,7 +71,7 @@ def test_every_program_that_a_step_starts_compiles(scan, name):
 def test_the_programs_of_a_scanned_step():
     found = dispatches(True, "parameters, updated on the host")
     counts: dict[str, int] = {}
-    for part, times in found.parts.items():
+    for part, times in found.programs.items():
         counts[part.name] = counts.get(part.name, 0) + times
     # A forward and a backward loop: the head and its derivative stand between them, the norm behind.
     # Iterations fetch for the iteration after the next one, of which the last two have none. Gradients go to
@@ -82,7 +82,7 @@ def test_the_programs_of_a_scanned_step():
     }  # fmt: skip
     kinds = {
         part.name: {x.sharding.memory_kind for x in part.args if len(x.shape) > 1}
-        for part in found.parts
+        for part in found.programs
     }
     assert kinds["iteration"] == {"device"}
     assert kinds["iteration_beside_copies"] == {"device", "pinned_host"}
@@ -93,7 +93,7 @@ def test_the_programs_of_a_scanned_step():
 def test_one_layer_is_fetched_while_another_runs():
     """Those of the first two iterations come before them, and all others in the programs of iterations."""
     found = dispatches(True, "parameters, updated on the host")
-    names = [step.part.name for step in found.steps if step.part and step.part.name != "enter"]
+    names = [step.program.name for step in found.steps if step.program and step.program.name != "enter"]
     beside = ["iteration_beside_copies"] * (LAYERS - 2)
     assert names[: 5 + LAYERS - 2] == [
         "fetch",

@@ -19,7 +19,6 @@ from jzero.deepspeed import _table
 from jzero.deepspeed._rules import ACCUMULATE, LINEAR, LR, MICRO, ROWS
 from jzero.deepspeed._table import AUTO, KEYS, KINDS, WHO, Config, Row, nearest, refuse, shown
 
-_MAX_BYTES = 1_000_000
 _MAX_LR, _TOTAL = "scheduler.params.warmup_max_lr", "scheduler.params.total_num_steps"
 _STEPS = "num_training_steps", "max_steps"
 _SIZES = MICRO, ACCUMULATE, ROWS
@@ -91,12 +90,8 @@ def _parsed(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         refuse([f"config is {_json.shown(path)}"], "It is a dict, or the path of a JSON file.",
                "Write from_deepspeed('ds_config.json').")  # fmt: skip
     try:
-        with _json.open_regular(Path(path).expanduser()) as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise _json.Malformed(f"it has more than {_MAX_BYTES} bytes")
         # Accelerate writes infinite steps_per_print; no other key takes them.
-        value = _json.parse(data, infinities=True)
+        value = _json.load(Path(path).expanduser(), 1_000_000, infinities=True)
     except OSError as error:
         raise OptionError(message(
             WHO, f"{os.fspath(path)} cannot be read: {error.strerror}", "It is the path of a JSON file.",

@@ -52,7 +52,7 @@ class DispatchedProgram:
 class Dispatch(NamedTuple):
     """A program or copy that a step starts."""
 
-    part: DispatchedProgram | None  # the program; None for a copy
+    program: DispatchedProgram | None  # the program; None for a copy
     reads: tuple[Var, ...]
     makes: Mapping[Var, _Value]
     consumes: tuple[Var, ...]  # donated
@@ -68,12 +68,12 @@ class Dispatches:
     in_files: frozenset[Var] = frozenset()  # arguments that are in no memory
 
     @property
-    def parts(self) -> dict[DispatchedProgram, int]:
+    def programs(self) -> dict[DispatchedProgram, int]:
         """The different programs, in the order in which they first run, and how often each does."""
         counts: dict[DispatchedProgram, int] = {}
         for step in self.steps:
-            if step.part is not None:
-                counts[step.part] = counts.get(step.part, 0) + 1
+            if step.program is not None:
+                counts[step.program] = counts.get(step.program, 0) + 1
         return counts
 
 
@@ -94,7 +94,7 @@ class _DispatchReader:
     def __init__(self, mesh: Any):
         self._mesh = mesh
         self.values: dict[Var, _Value] = {}
-        self._parts: dict[Any, DispatchedProgram] = {}
+        self._programs: dict[Any, DispatchedProgram] = {}
 
     def value(self, aval: Any, place: NamedSharding | None) -> _Value:
         """A value of this type, by default replicated on the devices."""
@@ -128,7 +128,7 @@ class _DispatchReader:
             return Dispatch(None, reads, makes, (), tuple(self._copies(eqn, args)))
         gone = tuple(i for i, donated in enumerate(eqn.params["donated_invars"]) if donated)
         consumes = tuple(variables([eqn.invars[i] for i in gone]))
-        return Dispatch(self._part(eqn, args, gone, declared), reads, makes, consumes)
+        return Dispatch(self._program(eqn, args, gone, declared), reads, makes, consumes)
 
     def _copies(self, eqn: Eqn, args: Sequence[_Value]) -> Iterator[Copied]:
         for atom, arg, var in zip(eqn.invars, args, eqn.outvars, strict=True):
@@ -145,21 +145,21 @@ class _DispatchReader:
             self.values[var] = self.value(var.aval, None)
         return self.values[var]
 
-    def _part(
+    def _program(
         self, eqn: Eqn, args: Sequence[_Value], gone: tuple[int, ...], declared: Sequence[Any]
     ) -> DispatchedProgram:
         closed = eqn.params["jaxpr"]
         places = tuple(x.sharding for x in args)
         key = (id(closed), places, gone, tuple(declared))
-        if key not in self._parts:
+        if key not in self._programs:
             jaxpr, consts = _jaxpr.open_jaxpr(closed)
 
             def run(*args: Any) -> Any:
                 return _jaxpr.evaluate(jaxpr, consts, *args)
 
             name = eqn.params["name"].strip("_<>")
-            self._parts[key] = DispatchedProgram(name, run, tuple(args), gone, tuple(declared))
-        return self._parts[key]
+            self._programs[key] = DispatchedProgram(name, run, tuple(args), gone, tuple(declared))
+        return self._programs[key]
 
 
 def _specs_of(eqn: Eqn, args: Sequence[P]) -> list[P]:
@@ -217,7 +217,7 @@ class ProgramMemory(NamedTuple):
 class Moment(NamedTuple):
     """The memory in use once something has been started and its results are allocated."""
 
-    part: DispatchedProgram | None  # the program; None for a copy
+    program: DispatchedProgram | None  # the program; None for a copy
     nbytes: int  # that a device holds
     host_nbytes: int  # that its host holds for it, in pinned memory
 
@@ -231,11 +231,11 @@ def moments(
     known: list[Moment] = []
     for i, step in enumerate(found.steps):
         before = [held_bytes(alive.values(), kind) for kind in (DEVICE, PINNED)]
-        if step.part is None:
+        if step.program is None:
             new = [held_bytes(step.makes.values(), kind) for kind in (DEVICE, PINNED)]
         else:
-            new = [each.made + each.temporaries for each in memory[step.part]]
-        known.append(Moment(step.part, before[0] + new[0], before[1] + new[1]))
+            new = [each.made + each.temporaries for each in memory[step.program]]
+        known.append(Moment(step.program, before[0] + new[0], before[1] + new[1]))
         alive |= step.makes
         for var in [*step.consumes, *step.reads, *step.makes]:
             if var in step.consumes or (

@@ -83,14 +83,14 @@ def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read
     )
 
 
-def examine_parts(
+def examine_programs(
     found: Dispatches, mesh: Mesh, options: Mapping[str, Any], read: _Read
 ) -> Examined:
     """Compiles each different program that a step starts; `read` reads their texts."""
     start = time.perf_counter()
     equal: dict[str, list[DispatchedProgram]] = {}
     programs: dict[str, jax.stages.Lowered] = {}
-    for part in found.parts:
+    for part in found.programs:
         program = part.lower(mesh)
         key = program.as_text()
         equal.setdefault(key, []).append(part)
@@ -105,8 +105,8 @@ def examine_parts(
     parts, programs_read = list[PartMemory](), dict[DispatchedProgram, ScheduledProgram]()
     for key, same in equal.items():
         text = str(compiled[key].as_text())
-        times = sum(found.parts[part] for part in same)
-        peak = max(moment.nbytes for moment in held if moment.part in same)
+        times = sum(found.programs[part] for part in same)
+        peak = max(moment.nbytes for moment in held if moment.program in same)
         here, _ = memory[same[0]]
         programs_read |= dict.fromkeys(same, read(text))
         parts.append(PartMemory(same[0].name, times, *here, peak, host_operations(text)))
@@ -118,7 +118,9 @@ def examine_parts(
         max(moment.host_nbytes for moment in held),
         tuple(
             Started(
-                None if step.part is None else programs_read[step.part], step.reads, step.copies
+                None if step.program is None else programs_read[step.program],
+                step.reads,
+                step.copies,
             )
             for step in found.steps
         ),

@@ -17,7 +17,7 @@ from jzero._quantities import readable_bytes, readable_seconds
 from jzero._sharded_step import ShardedStep
 from jzero.preflight import _targets
 from jzero.preflight._dispatches import Dispatches, read_dispatches
-from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
+from jzero.preflight._examined import Examined, PartMemory, examine, examine_programs
 from jzero.preflight._schedule import (
     CompiledSchedule,
     ScheduledCollective,
@@ -161,7 +161,7 @@ def preflight(
         if not offloads:
             return examine(batch.call(step.lower, rows), options, read)
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
-        examined = examine_parts(dispatches, mesh, options, read)
+        examined = examine_programs(dispatches, mesh, options, read)
         fetched = step._programs.options.offload.window.host_bytes
         coming = -(-fetched // grid.per_host)  # bytes of buffers for parameters in files
         if step._programs.options.donate:

@@ -168,7 +168,8 @@ class WireVerdict(Printed):
         header = ("ms of a step over", *map(readable_bits, self.rates))
         rows = [(x.wire.name, *(f"{1000 * s:.1f}" for s in x.seconds)) for x in self.times]
         yield Table(header, rows)
-        yield [self._sentence(), *self._below(), *self._left_out(), self._model()]
+        left_out = [f"Not for this step: {name}. {why}" for name, why in self.refused]
+        yield [self._sentence(), *self._below(), *left_out, self._model()]
 
     def _sentence(self) -> str:
         exact, best = self.times[0], self.cheapest
@@ -196,10 +197,6 @@ class WireVerdict(Printed):
             else:
                 where = f"below {readable_bits(float(f'{8 * below:.2g}') / 8)}"
             yield f"{time.wire.written} pays {where}."
-
-    def _left_out(self) -> Iterator[str]:
-        for name, why in self.refused:
-            yield f"Not for this step: {name}. {why}"
 
     def _model(self) -> str:
         coding = ", ".join(

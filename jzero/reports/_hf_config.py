@@ -129,11 +129,7 @@ def _read(config: Any) -> Mapping[str, Any]:
     elif not path.exists() and text.count("/") == 1 and not text.endswith(".json"):
         edit = "Nothing is fetched: download config.json of that repository, and name the file."
     try:
-        with _json.open_regular(path) as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise _json.Malformed(f"it has more than {_MAX_BYTES} bytes")
-        value = _json.parse(data)
+        value = _json.load(path, _MAX_BYTES)
     except OSError as error:
         raise _Bad(
             f"configuration {text!r} cannot be read: {error.strerror}", rule, edit) from None  # fmt: skip
@@ -443,15 +439,12 @@ def _vit(c: _Entries) -> _Reading:
     if c.is_base():
         pooled = c.size("pooler_output_size", d)
         parts.append(ModelPart("pooler", 1, _linear("dense", pooled, d, bias=True)))
-    elif classes := _num_classes(c):
+    # Two classes by default, as in transformers.
+    elif classes := len(c.of_kind("id2label", dict, {}, "an object with the names of classes")) or (
+        c.size("num_labels", 2, least=0)
+    ):
         parts.append(ModelPart("classifier", 1, {"weight": (classes, d), "bias": (classes,)}))
     return d, tuple(parts)
-
-
-def _num_classes(c: _Entries) -> int:
-    """Two by default, as in transformers; 0 for none."""
-    names = c.of_kind("id2label", dict, {}, "an object with the names of classes")
-    return len(names) or c.size("num_labels", 2, least=0)
 
 
 # Defaults of transformers' classes, which text_configs of larger models rely on.

@@ -59,9 +59,6 @@ def _pieces(word: str, room: int) -> Iterator[str]:
 
 def _cut(text: str, room: int) -> int:
     """Where to cut: after a comma, else at most at `room`; 0 if everything up to there is a number."""
-    fits = [at for at in range(room, 0, -1) if not _in_number(text, at)]
+    in_number = re.compile(r"[\d.,_]{2}")
+    fits = [at for at in range(room, 0, -1) if not in_number.match(text, at - 1)]
     return next((at for at in fits if text[at - 1] == ","), fits[0] if fits else 0)
-
-
-def _in_number(text: str, at: int) -> bool:
-    return bool(re.fullmatch(r"[\d.,_]{2}", text[at - 1 : at + 1]))

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from jzero._numbers import BytesPerParam
 
 GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
-VISITING, RENEWED = "streamed optimizer state", "updated parameter"
-WINDOW, ACTIVATION = "streamed parameter", "activation"
-SECOND_SLOT, TILES = "second version", "tiles in transfer"
-FETCHED = "parameters in transfer"
+STREAMED_STATE, UPDATED = "streamed optimizer state", "updated parameter"
+STREAMED_PARAMS, ACTIVATION = "streamed parameter", "activation"
+SECOND_VERSION, TILE_BUFFERS = "second version", "tiles in transfer"
+PARAM_BUFFERS = "parameters in transfer"
 GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 

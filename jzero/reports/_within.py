@@ -24,7 +24,7 @@ def rows(step: ScaledStep) -> Iterator[Memory]:
     yield from _on_hosts(step)
     yield from _gathered(step)
     yield from _at_a_time(step)
-    yield from _renewed(step)
+    yield from _updated(step)
 
 
 def _files(step: ScaledStep) -> Iterator[Memory]:
@@ -32,14 +32,18 @@ def _files(step: ScaledStep) -> Iterator[Memory]:
     sizes, files, window = step.sizes, step.options.offload.files, step.options.offload.window
     if window.host_bytes:
         size, most = sizes.parameters, window.host_bytes
-        yield _row(step, _sizes.FETCHED, size, "of each process", tier=HOST, stays=True, most=most)
+        yield _row(
+            step, _sizes.PARAM_BUFFERS, size, "of each process", tier=HOST, stays=True, most=most
+        )
     if files:
         size = sizes.optimizer_state
         if not files.in_place:
             note = "the new one beside the old"
-            yield _row(step, _sizes.SECOND_SLOT, _in_files(step), note, tier=NVME, stays=True)
+            yield _row(step, _sizes.SECOND_VERSION, _in_files(step), note, tier=NVME, stays=True)
         most = files.host_bytes
-        yield _row(step, _sizes.TILES, size, "of each process", tier=HOST, stays=True, most=most)
+        yield _row(
+            step, _sizes.TILE_BUFFERS, size, "of each process", tier=HOST, stays=True, most=most
+        )
 
 
 def _gradients(step: ScaledStep) -> Iterator[Memory]:
@@ -76,7 +80,9 @@ def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
     backend, gathered = options.offload, sizes.compute * _gathers(step)
     if most := backend.window.device_bytes:
         size = sizes.parameters / sharding.count(sharding.param_axes) + gathered
-        yield _row(step, _sizes.WINDOW, size, "at a time, gathered ones included", 1, most=most)
+        yield _row(
+            step, _sizes.STREAMED_PARAMS, size, "at a time, gathered ones included", 1, most=most
+        )
     if options.comm.tile_bytes is not None:  # Two tiles of a matrix (ZeRO-Infinity, section 5.1.3).
         most = 2 * options.comm.tile_bytes
         if gathered and not backend.streams:  # A budget includes them.
@@ -87,7 +93,7 @@ def _at_a_time(step: ScaledStep) -> Iterator[Memory]:
             note = "as it is made, and as it is reduced"
             yield _row(step, _sizes.GRADIENT_TILE, sizes.compute, note, 1, most=most)
     if not backend.updates_on_host and (most := backend.fetched_bytes) and backend.tier != DEVICE:
-        yield _row(step, _sizes.VISITING, sizes.optimizer_state, "at a time", most=most)
+        yield _row(step, _sizes.STREAMED_STATE, sizes.optimizer_state, "at a time", most=most)
 
 
 def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
@@ -107,20 +113,20 @@ def _on_hosts(step: ScaledStep) -> Iterator[Memory]:
         yield Memory(role, whole, 0, stays, note, nbytes)
 
 
-def _renewed(step: ScaledStep) -> Iterator[Memory]:
+def _updated(step: ScaledStep) -> Iterator[Memory]:
     """New parameters, where the old ones are still in use."""
     backend = step.options.offload
     if backend.waits:
         found = transfers(step.schedule)
         nbytes = sum(x.nbytes for x in found if x.direction == TO_DEVICE and x.part == UPDATE)
         whole = nbytes * _num_shards(step) * step.model_parallel
-        yield Memory(_sizes.RENEWED, whole, nbytes, False, "arrives while the old ones are used")
+        yield Memory(_sizes.UPDATED, whole, nbytes, False, "arrives while the old ones are used")
     elif backend.files and not backend.streams:
         num, note = (
             step.sharding.count(step.sharding.param_axes),
             "beside the old ones until all is written",
         )
-        yield _row(step, _sizes.RENEWED, step.sizes.parameters, note, num)
+        yield _row(step, _sizes.UPDATED, step.sizes.parameters, note, num)
 
 
 def _row(

@@ -137,8 +137,7 @@ _TABLE = {"rules": [{"tensors": _NAMES, "leaves": _NAMES}], "ignored": Maybe([st
 
 def _from_json(path: str) -> WeightLayout:
     """The layout of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
-    with _json.open_regular(path) as file:
-        entries = _json.parse(file.read(_json.MAX_BYTES))
+    entries = _json.load(path, _json.MAX_BYTES)
     if bad := _json.check(entries, _TABLE):
         raise Malformed(*bad)
     if (name := entries.pop("extends", None)) not in (None, *LAYOUTS):

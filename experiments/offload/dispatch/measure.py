@@ -95,7 +95,7 @@ def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
     program = train_step._programs.of(call)
     leaves, arrays = _programs.stored_inputs(call, program)
     found = _dispatches.read_dispatches(program.step.dispatched(leaves, arrays), [*leaves, *arrays])
-    return sum(step.part is not None for step in found.steps), sum(
+    return sum(step.program is not None for step in found.steps), sum(
         len(step.copies) for step in found.steps
     )
 
