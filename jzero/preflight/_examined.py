@@ -28,25 +28,17 @@ _Read = Callable[[str], ScheduledProgram]
 
 
 class PartMemory(NamedTuple):
-    """One of the different programs that a step starts.
+    """One of the different programs that a step starts."""
 
-    Attributes:
-      name: 'iteration' of a loop over layers, 'fetch' of an iteration's parameters, 'stretch' between loops,
-        ...
-      times: how often a step runs it.
-      argument_bytes: of its arguments, on each device.
-      made_bytes: of its outputs that do not alias donated arguments.
-      temporary_bytes: of its temporaries.
-      peak_bytes: the most that a device holds while it runs: all that is alive, the stored state too.
-      host_operations: operations on pinned memory that are no copies, by XLA's names; there should be none.
-    """
-
+    # 'iteration' of a loop over layers, 'fetch' of an iteration's parameters, 'stretch' between loops, ...
     name: str
-    times: int
-    argument_bytes: int
-    made_bytes: int
-    temporary_bytes: int
+    times: int  # in a step
+    argument_bytes: int  # of its arguments, on each device
+    made_bytes: int  # of its outputs that do not alias donated arguments
+    temporary_bytes: int  # of its temporaries
+    # the most that a device holds while it runs, including the stored state
     peak_bytes: int
+    # operations on pinned memory that are no copies, by XLA's names; there should be none
     host_operations: tuple[str, ...]
 
 

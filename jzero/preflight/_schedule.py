@@ -23,23 +23,15 @@ _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-
 
 
 class ScheduledCollective(NamedTuple):
-    """One collective of the compiled program (XLA may have combined several of the step's).
+    """One collective of the compiled program (XLA may have combined several of the step's)."""
 
-    Attributes:
-      op: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute'.
-      axes: the mesh axes it runs over.
-      whole_bytes: of the whole value: gathered by an all-gather, reduced by a reduction.
-      times: how often a step runs it: the trip counts of the loops around it.
-      seconds: what it takes once, by the target's bandwidths.
-      exposed_seconds: of a step's, for which the compute stream waits while it runs. Where several run
-        side by side, each has an equal part of the wait. Of TPUs None.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    whole_bytes: int
-    times: int
-    seconds: float
+    op: str  # 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute'
+    axes: tuple[str, ...]  # the mesh axes it runs over
+    whole_bytes: int  # of the global value that is gathered or reduced
+    times: int  # in a step: the product of the trip counts of the enclosing loops
+    seconds: float  # of one run, by the target's bandwidths
+    # Of a step's runs: the compute stream waits for them. Collectives that run at the same time share the
+    # wait equally. None for TPUs.
     exposed_seconds: float | None
 
     @property
@@ -69,33 +61,20 @@ def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSchedule:
-    """The time of a step by a model of its device: see `schedule_of`. Of TPUs seconds and bytes are None.
+    """The time of a step by a model of its device: see `schedule_of`. Times and bytes are None for TPUs."""
 
-    Attributes:
-      collectives: in the order of the program.
-      step_seconds: of the step: what it computes, and what that waits for.
-      compute_seconds: of these, for which the compute stream is busy.
-      product_seconds: of these, in matrix products, convolutions and fused attention.
-      exposed_seconds: for which the compute stream waits for collectives.
-      exposed_copy_seconds: for which it waits for copies between the device and its host.
-      collective_seconds: for which collectives move data, if each had the links for itself.
-      to_host_seconds: for which the device copies to its host.
-      from_host_seconds: for which it copies from there.
-      kernel_bytes: that all kernels but products and collectives read and write in a device's memory.
-      unknown_loops: loops whose number of iterations XLA does not say; they count once.
-    """
-
-    collectives: tuple[ScheduledCollective, ...]
-    step_seconds: float
-    compute_seconds: float
-    product_seconds: float
-    exposed_seconds: float
-    exposed_copy_seconds: float
-    collective_seconds: float
-    to_host_seconds: float
+    collectives: tuple[ScheduledCollective, ...]  # in the order of the program
+    step_seconds: float  # compute, and what it waits for
+    compute_seconds: float  # The compute stream is busy.
+    product_seconds: float  # of these, in matrix products, convolutions and fused attention
+    exposed_seconds: float  # The compute stream waits for collectives.
+    exposed_copy_seconds: float  # It waits for copies between the device and its host.
+    collective_seconds: float  # of all collectives, as if each had the links for itself
+    to_host_seconds: float  # of copies to the host
     from_host_seconds: float
+    # read and written in a device's memory by all kernels but products and collectives
     kernel_bytes: int
-    unknown_loops: int = 0
+    unknown_loops: int = 0  # loops whose number of iterations XLA does not say; they count once
 
 
 class Copied(NamedTuple):

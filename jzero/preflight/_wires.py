@@ -22,15 +22,10 @@ _GBITS = (12.5, 25, 50, 100, 200, 400)
 
 
 class Wire(NamedTuple):
-    """A communication format: how a step's parameters and gradients are sent.
+    """A communication format: how a step's parameters and gradients are sent."""
 
-    Attributes:
-      name: as tables have it.
-      options: fields of `Comm`.
-    """
-
-    name: str
-    options: Mapping[str, Any]
+    name: str  # as tables have it
+    options: Mapping[str, Any]  # fields of `Comm`
 
     @property
     def written(self) -> str:
@@ -67,19 +62,12 @@ def rates_of(target: Target, topology: Topology) -> tuple[int, ...]:
 
 
 class WireTime(NamedTuple):
-    """What a communication format costs.
+    """The time of a step with a communication format."""
 
-    Attributes:
-      wire: the format.
-      peak_bytes: on each device, of the step.
-      schedules: of the step, at each speed.
-      exact: of the step with exact communication, at any speed.
-    """
-
-    wire: Wire
-    peak_bytes: int
-    schedules: tuple[CompiledSchedule, ...]
-    exact: CompiledSchedule
+    wire: Wire  # the format
+    peak_bytes: int  # on each device, of the step
+    schedules: tuple[CompiledSchedule, ...]  # of the step, at each speed
+    exact: CompiledSchedule  # of the step with exact communication, at any speed
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -104,21 +92,14 @@ class WireTime(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WireVerdict(Printed):
-    """Whether quantized communication pays; `print` it.
+    """Whether quantized communication pays; `print` it."""
 
-    Attributes:
-      rates: bytes per second of each device, slowest first, over the outermost links.
-      asked: the index of the target's own rate.
-      links: the name of these links.
-      times: of each communication format; exact first.
-      refused: names of formats that this step cannot use, and why.
-    """
-
+    # bytes per second of each device, slowest first, over the outermost links
     rates: tuple[int, ...]
-    asked: int
-    links: str
-    times: tuple[WireTime, ...]
-    refused: tuple[tuple[str, str], ...] = ()
+    asked: int  # the index of the target's own rate
+    links: str  # the name of these links
+    times: tuple[WireTime, ...]  # of each communication format; exact first
+    refused: tuple[tuple[str, str], ...] = ()  # names of formats that this step cannot use, and why
 
     @property
     def cheapest(self) -> WireTime:

@@ -20,19 +20,13 @@ WHO = "bandwidth"
 
 
 class LinkRate(NamedTuple):
-    """How fast devices copied to pinned memory of their host and back, in bytes per second of each device.
+    """How fast devices copied to pinned memory of their host and back, in bytes per second of each device."""
 
-    Attributes:
-      devices: which of them copied, all at the same time: their numbers.
-      both_ways: whether both directions were busy at the same time; both rates are then the slower's.
-      to_host: the rate of each device's copies to the host.
-      to_device: ... from the host.
-    """
-
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # which of them copied, all at the same time: their numbers
+    # whether both directions were busy at the same time; both rates are then the slower's
     both_ways: bool
-    to_host: float
-    to_device: float
+    to_host: float  # the rate of each device's copies to the host
+    to_device: float  # ... from the host.
 
 
 def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> BandwidthReport:

@@ -67,43 +67,36 @@ SplitDims = int | tuple[int, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Report(Printed):
-    """What a step stores on each device and moves between devices; `print` it.
+    """What a step stores on each device and moves between devices; `print` it."""
 
-    Attributes:
-      plan: layout and role of every leaf.
-      traffic: the collectives of one step, loops multiplied out.
-      keys: arguments that are PRNG keys; each device folds its index into them.
-      accumulator_bytes: on each device, of the sums of gradients and metrics over microbatches.
-      schedule: the operations of the step, in order; `print` it. One program if the state is on the devices.
-      code_paths: the code paths by which the host updates the state stored there; empty if it updates none.
-      movements: operations that move rows of the batch between devices, or large values computed from them,
-        because nothing cheaper is exact.
-      whole_arguments: arguments that are replicated, because the devices do not divide their batch dim.
-      argument_paths: the path of every leaf of the arguments other than the state.
-      argument_bytes: the global size of each.
-      output_paths: the path of every leaf that the step returns in addition to the state.
-      untiled: values gathered or reduced at once although they are larger than `tile_bytes`, and why.
-      coding: by path, the rounding errors of the quantized leaves that were passed.
-      looped: arguments over whose dim 0 every device loops, and whose dim 1 the devices divide.
-      extra_work: computation that is repeated on several devices.
-      program: the jaxpr of the step on one device.
-    """
-
-    plan: StepPlan
-    traffic: tuple[Collective, ...]
+    plan: StepPlan  # layout and role of every leaf
+    traffic: tuple[Collective, ...]  # the collectives of one step, loops multiplied out
+    # arguments that are PRNG keys; each device folds its index into them
     keys: tuple[str, ...] = ()
+    # on each device, of the sums of gradients and metrics over microbatches
     accumulator_bytes: int = 0
+    # The operations of the step, in order; `print` it. One program if the state is on the devices.
     schedule: Schedule = Schedule(())
+    # the code paths by which the host updates the state stored there; empty if it updates none
     code_paths: str = ""
+    # operations that move rows of the batch between devices, or large values computed from them, because
+    # nothing cheaper is exact
     movements: tuple[Movement, ...] = ()
+    # arguments that are replicated, because the devices do not divide their batch dim
     whole_arguments: tuple[str, ...] = ()
+    # the path of every leaf of the arguments other than the state
     argument_paths: tuple[str, ...] = ()
-    argument_bytes: tuple[int, ...] = ()
+    argument_bytes: tuple[int, ...] = ()  # the global size of each
+    # the path of every leaf that the step returns in addition to the state
     output_paths: tuple[str, ...] = ()
+    # values gathered or reduced at once although they are larger than `tile_bytes`, and why
     untiled: tuple[Untiled, ...] = ()
+    # rounding errors of the quantized leaves that were passed, by path
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
+    # arguments over whose dim 0 every device loops, and whose dim 1 the devices divide
     looped: tuple[str, ...] = ()
-    extra_work: tuple[Extra, ...] = ()
+    extra_work: tuple[Extra, ...] = ()  # computation that is repeated on several devices
+    # the jaxpr of the step on one device
     program: Jaxpr | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:

@@ -439,11 +439,10 @@ def _vit(c: _Entries) -> _Reading:
     if c.is_base():
         pooled = c.size("pooler_output_size", d)
         parts.append(ModelPart("pooler", 1, _linear("dense", pooled, d, bias=True)))
-    # Two classes by default, as in transformers.
-    elif classes := len(c.of_kind("id2label", dict, {}, "an object with the names of classes")) or (
-        c.size("num_labels", 2, least=0)
-    ):
-        parts.append(ModelPart("classifier", 1, {"weight": (classes, d), "bias": (classes,)}))
+    else:  # Two classes by default, as in transformers.
+        names = c.of_kind("id2label", dict, {}, "an object with the names of classes")
+        if classes := len(names) or c.size("num_labels", 2, least=0):
+            parts.append(ModelPart("classifier", 1, {"weight": (classes, d), "bias": (classes,)}))
     return d, tuple(parts)
 
 

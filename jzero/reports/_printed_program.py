@@ -25,19 +25,12 @@ from jzero.tracing._types import Jaxpr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrintedProgram:
-    """A step's jaxpr; `print` it.
+    """A step's jaxpr; `print` it."""
 
-    Attributes:
-      title: of which step, and after which pass.
-      jaxpr: the program.
-      arguments: the name and layout of each argument.
-      results: the same of each result.
-    """
-
-    title: str
-    jaxpr: Jaxpr
-    arguments: tuple[Note, ...]
-    results: tuple[Note, ...]
+    title: str  # of which step, and after which pass
+    jaxpr: Jaxpr  # the program
+    arguments: tuple[Note, ...]  # the name and layout of each argument
+    results: tuple[Note, ...]  # the same of each result
 
     def __repr__(self) -> str:
         num = counted(len(self.jaxpr.eqns), "equation", "equations")

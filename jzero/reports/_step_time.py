@@ -30,19 +30,13 @@ PART_OF = {"forward": _folds.FORWARD, "backward": _folds.BACKWARD, "": _folds.UP
 
 
 class StepPart(NamedTuple):
-    """How long one part of a step takes.
+    """How long one part of a step takes."""
 
-    Attributes:
-      name: 'forward pass', 'backward pass' or 'update'.
-      compute: seconds of the device's operations; of an update none are counted.
-      ways: seconds of each link on which bytes move, all of them at the same time.
-      beside: seconds of the step's other parts, if this one runs beside them.
-    """
-
-    name: str
-    compute: float
+    name: str  # 'forward pass', 'backward pass' or 'update'
+    compute: float  # seconds of the device's operations; of an update none are counted
+    # seconds of each link on which bytes move, all of them at the same time
     ways: Mapping[str, float]
-    beside: float = 0.0
+    beside: float = 0.0  # seconds of the step's other parts, if this one runs beside them
 
     @property
     def exposed(self) -> float:
@@ -52,22 +46,15 @@ class StepPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Printed):
-    """The least time of a step at given rates; in each part of it all links are busy at the same time.
+    """The least time of a step at given rates; in each part of it all links are busy at the same time."""
 
-    Attributes:
-      parts: of the step, in their order.
-      rates: as given.
-      hides_from: by pass, the fewest tokens on each device whose compute hides all traffic of the pass; None
-        if none do, 0 if all of it grows with the tokens and is hidden.
-      untimed: links on which bytes move, whose rate was not given.
-      written: bytes that a step writes to a disk, of each device.
-    """
-
-    parts: tuple[StepPart, ...]
-    rates: Rates
+    parts: tuple[StepPart, ...]  # of the step, in their order
+    rates: Rates  # as given
+    # by pass, the fewest tokens on each device whose compute hides all traffic of the pass; None if none
+    # do, 0 if all of it grows with the tokens and is hidden
     hides_from: Mapping[str, int | None]
-    untimed: tuple[str, ...]
-    written: int = 0
+    untimed: tuple[str, ...]  # links on which bytes move, whose rate was not given
+    written: int = 0  # bytes that a step writes to a disk, of each device
 
     @property
     def written_a_day(self) -> int:

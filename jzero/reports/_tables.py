@@ -24,25 +24,15 @@ _REMARK = 20  # least columns of remarks beside the numbers
 
 
 class Memory(NamedTuple):
-    """Bytes of one role.
+    """Bytes of one role."""
 
-    Attributes:
-      role: 'parameter', 'optimizer state', 'other', 'gradient', ...
-      whole: bytes of all of it, held once.
-      per_device: bytes that each device holds.
-      at_rest: stored between steps too; False for what lives within a step.
-      note: what the number means.
-      on_host: bytes that each device's host holds for it.
-      on_disk: bytes that a disk of this host holds for it.
-    """
-
-    role: str
-    whole: int
-    per_device: int
-    at_rest: bool
-    note: str
-    on_host: int = 0
-    on_disk: int = 0
+    role: str  # 'parameter', 'optimizer state', 'other', 'gradient', ...
+    whole: int  # bytes of a single copy
+    per_device: int  # bytes that each device holds
+    at_rest: bool  # False if it lives within a step
+    note: str  # what the number means
+    on_host: int = 0  # bytes that each device's host holds for it
+    on_disk: int = 0  # bytes that a disk of this host holds for it
 
 
 class Table(NamedTuple):

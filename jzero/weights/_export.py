@@ -48,15 +48,10 @@ class _Export(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What an export wrote.
+    """What an export wrote."""
 
-    Attributes:
-      files: the last one is what was asked for, or its index; of a bucket, URLs.
-      left_out: leaves that are in none of them.
-    """
-
-    files: list[Any]
-    left_out: list[str]
+    files: list[Any]  # the last one is what was asked for, or its index; of a bucket, URLs
+    left_out: list[str]  # leaves that are in none of them
 
 
 def export_weights(
