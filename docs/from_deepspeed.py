@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jzero
-from jzero.deepspeed._table import KEYS, Row
+from jzero.deepspeed._table import KEYS
 
 PAGE = pathlib.Path(__file__).parent / "from-deepspeed.md"
 TITLE = "## Every key\n"
@@ -31,7 +31,7 @@ def page() -> str:
     others: dict[str, tuple[list[str], list[str]]] = {}  # by section: refused, nothing to set
     for key, row in KEYS.items():
         section, _, name = key.rpartition(".")
-        if text := outcome(row):
+        if text := row.becomes.replace("|", "\\|"):
             becomes.setdefault(text, []).append(".".join(key.split(".")[-2:]))
         elif row.refused or (row.note and not row.rule):
             others.setdefault(section, ([], []))[not row.refused].append(name)
@@ -49,13 +49,6 @@ def page() -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
-
-
-def outcome(row: Row) -> str:
-    """In a cell of a table; nothing for a key that becomes no option."""
-    if row.rule == "switch":
-        return re.sub("^[^:,]+", r"`\g<0>`", row.note.rstrip("."))
-    return row.note.replace("|", "\\|") if row.rule else ""
 
 
 def names(keys: Iterable[str]) -> str:

@@ -157,10 +157,6 @@ def rows(c: Config, key: str) -> Made:
     return f"Give each call of the step the whole batch, {batch(c)[0]} rows."
 
 
-def micro(c: Config, key: str) -> Made:
-    return "Follows from the batch, the devices and microbatches: jzero cuts the batch itself."
-
-
 def accumulate(c: Config, key: str) -> Made:
     num, follows = batch(c)[1], "Follows from the sizes: " * (key not in c.given)
     if num == 1:
@@ -298,10 +294,6 @@ def clip(c: Config, key: str) -> Made:
     return (
         f"optax.clip_by_global_norm({float(c.get(key))}). {place}DeepSpeed divides a gradient of a larger "
         "norm by norm + 1e-6, optax by norm.") if c.get(key) else "Off."  # fmt: skip
-
-
-def params(c: Config, key: str) -> Made:
-    return "Empty." * (not c.get(key))
 
 
 def no_optimizer(c: Config, key: str) -> Made:

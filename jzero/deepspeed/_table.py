@@ -102,6 +102,7 @@ class Row(NamedTuple):
     accepts: Callable[[Any], bool] | list[Any]
     rule: str
     note: str
+    becomes: str
     refused: str
     flags: str
 
@@ -117,7 +118,7 @@ class Row(NamedTuple):
 
     @property
     def _is_inert(self) -> bool:
-        return bool(self.note) and not self.rule and not self.refused
+        return bool(self.note) and not (self.rule or self.becomes or self.refused)
 
 
 class Form(NamedTuple):
@@ -139,15 +140,14 @@ def _tables() -> tuple[dict[str, Row], dict[str, str], dict[tuple[str, str], dic
     refusals: dict[str, str] = {}
     params: dict[tuple[str, str], dict[str, Row]] = {}
     for where, names, kind, *cells in rows_of("keys.tsv"):
-        default, accepts, rule, note, refused, flags = [*cells, *[""] * (6 - len(cells))]
-        row = Row(kind, json.loads(default or "null"),
-                  json.loads(accepts) if accepts[:1] == "[" else _ACCEPTS[accepts],
-                  rule, note, refused, flags)  # fmt: skip
+        default, accepts, *texts = [*cells, *[""] * (7 - len(cells))]
+        accepted = json.loads(accepts) if accepts[:1] == "[" else _ACCEPTS[accepts]
+        row = Row(kind, json.loads(default or "null"), accepted, *texts)
         section, *forms = where.lstrip("-").split(" ")
         for name in names.split():
             key = f"{section}.{name}".lstrip(".")
             if kind == "value":
-                refusals[key] = refused
+                refusals[key] = row.refused
             elif not forms:
                 keys[key] = row
             for form in forms:
