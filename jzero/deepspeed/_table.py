@@ -129,7 +129,7 @@ class Form(NamedTuple):
 
 
 def rows_of(file: str) -> Iterator[list[str]]:
-    """The rows of a table beside this file: cells parted by tabs, of which the last may be missing."""
+    """The rows of a table beside this file: cells separated by tabs, of which the last may be missing."""
     lines = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
     return (line.split("\t") for line in lines if not line.startswith("#"))
 
