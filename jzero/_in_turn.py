@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things in turn, in groups of so many bytes."""
+"""Cuts a sequence into groups of limited bytes."""
 
 from __future__ import annotations
 

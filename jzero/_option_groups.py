@@ -49,7 +49,7 @@ class Microbatches(GivenFields):
       order: 'microbatch' (default): one microbatch after the other passes all layers. 'layer': all pass a
         layer before the next layer comes (layered gradient accumulation), for parameters that are not on
         the devices (`Memory(params=...)`). A layer is then fetched and gathered once per pass, so 2 passes of
-        parameters cross in a step, and its gradient is reduced once. Memory: one layer's parameters and
+        parameters move in a step, and its gradient is reduced once. Memory: one layer's parameters and
         its whole gradient, and what layers pass on for all k microbatches (with `jax.checkpoint` around
         each layer, its inputs for the device's whole part of the batch). Refused where microbatches print
         or call back.

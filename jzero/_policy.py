@@ -39,10 +39,10 @@ class PinnedHost(Policy):
             params, moments = update(gradients, params, moments)
             copy(moments, device -> host)            # while the next bucket is updated
 
-    Device memory: `device_bytes` in place of the optimizer state; gradients, in shards, wait for their turn.
-    Traffic between device and host, in each step: the optimizer state, to the device once for each level of
-    the update that reads it (one, unless something like the norm of all updates scales them), and back once.
-    For Adam on float32 that is 16 bytes per parameter of a device's shard.
+    Device memory: `device_bytes` in place of the optimizer state; sharded gradients wait for their bucket.
+    Traffic between device and host, in each step: the optimizer state, to the device once for each pass over
+    it (one, unless something like the norm of all updates scales them), and back once. For Adam on float32
+    that is 16 bytes per parameter of a device's shard.
 
     A conditional update (`optax.MultiSteps`, `optax.apply_if_finite`) is one bucket of all leaves, which must
     fit into `device_bytes`. The step cannot be part of an outer `jax.jit`; `jax.eval_shape` counts as one.
@@ -97,7 +97,7 @@ class HostCPU(Policy):
     Traffic per step and device, for Psi parameters in its shard: 2 Psi bytes down and 2 Psi up with bfloat16
     parameters and `jzero.master_weights`, the least there can be (ZeRO-Offload, section 4). Parameters that
     the update itself reads (float32 ones without masters) go down, too. What follows from gradients alone
-    (their norm, finiteness) is computed on the devices, and crosses as a few scalars.
+    (their norm, finiteness) is computed on the devices, and sent as a few scalars.
 
     Memory: 2 Psi bytes on each device between steps in place of 14 Psi (masters and both moments of Adam, 12
     Psi, are on the host), and gradients while a step runs. On the host also pinned memory for what is on its
@@ -138,7 +138,7 @@ class HostCPU(Policy):
       ratio: the share of optimizer state, by bytes, that is stored on the host, above 0 and up to 1; the rest
         is on the devices and is updated there at the same time (Twin-Flow of ZeRO-Offload++). Leaves that
         are updated together are stored together; `describe` says what share that gives. 'auto' measures host,
-        device and the way between them once (about a second), and chooses the share with which both end
+        device and their link once (about a second), and chooses the share with which both end
         together; one process only.
       threads: how many threads update; by default one for each processor that this process may use, and two
         fewer where more than four are there. Several processes on one host should share them.
@@ -213,7 +213,7 @@ class NVMe(Policy):
 
     Parameters are stored in the same files with `Memory(params=jzero.NVMe(path, device_bytes=...,
     host_bytes=...), optimizer=jzero.NVMe(path))`, at stage 3 (ZeRO-Infinity). The step runs layer by layer,
-    as with `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
+    as with `PinnedHost`, and each device's shard of a layer is read ahead of its use::
 
         file -> pinned memory, in threads            # as far ahead as host_bytes have room
         pinned memory -> device                      # while the layer before computes
@@ -356,7 +356,7 @@ class Memory(GivenFields):
         more than `device_bytes` of parameters, gathered ones included, on a device. Loops over layers run
         iteration by iteration, unrolled models in parts that fit. With `optimizer=HostCPU()` the host
         updates parameters in place, layer by layer, while earlier layers compute their backward pass, and
-        nothing else crosses; else parameters and gradients visit the devices for the update, in shards:
+        nothing else moves; else parameters and gradients return to the devices for the update, in shards:
         within `device_bytes`, or with their optimizer state within that of `optimizer=PinnedHost(...)`.
         Traffic to each device: its shards once in each pass. `NVMe(path, device_bytes=..., host_bytes=...)`,
         with `optimizer=NVMe(path)`: in the files of the optimizer state, from where they are read ahead of
@@ -366,7 +366,7 @@ class Memory(GivenFields):
         `Axes(params=)` and `Axes(optimizer=)`, and `HostCPU`'s `ratio` and `delayed_update`.
       optimizer: where optimizer state is stored. `PinnedHost(device_bytes=...)`: in pinned memory; each step
         copies it to the devices and back in buckets, at most `device_bytes` of it at a time. `HostCPU(...)`:
-        in the host's memory, updated there by its processors; only gradients and parameters cross.
+        in the host's memory, updated there by its processors; only gradients and parameters move.
         `NVMe(path, host_bytes=...)`: in files, updated there, too, chunk by chunk, with at most `host_bytes`
         of it in each process's memory.
       activations: where activations wait for the backward pass. `PinnedHost()`: in pinned memory. What a
