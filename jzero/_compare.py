@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two trees of arrays, leaf by leaf: which differ by more than a tolerance, where, and by how many ULPs."""
+"""Compares two trees of arrays: leaves that differ by more than a tolerance, where, and by how many ULPs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GivenFields`: how groups of options and policies are checked, and printed, in messages too."""
+"""`GivenFields`: checks and prints groups of options and policies."""
 
 from __future__ import annotations
 

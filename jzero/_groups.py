@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options are groups, which field of a group stands for it alone, and how fields become groups."""
+"""Options that are groups, the field that a short form sets, and how fields become groups."""
 
 from __future__ import annotations
 

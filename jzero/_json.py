@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that others wrote: every file of it that jzero reads passes here, and within bounds.
+"""Reads JSON that others wrote, within bounds: all JSON files that jzero reads.
 
-Python's parser takes more than JSON has (NaN, a key twice, halves of surrogate pairs, UTF-16), and a file may
-be what no parser should be given: a pipe, a device, deeper than the stack, numbers that take minutes.
-What passes is an ordinary file of ordinary JSON, which every reader understands in the same way.
+Python's parser accepts more than JSON (NaN, duplicate keys, halves of surrogate pairs, UTF-16), and a file
+may be something that no parser should get: a pipe, a device, JSON deeper than the stack, numbers that take
+minutes. Only ordinary files of JSON are accepted, which every reader understands in the same way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of jzero 0.x, which have other names now: the new line. For one release."""
+"""Renamed options of jzero 0.x: messages show the new line. For one release."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def new_line(moved: Sequence[str], given: Mapping[str, Any]) -> str:
 
 
 def _fields(option: str, given: Any) -> dict[str, Any]:
-    """What the user gave of a group under its new name."""
+    """Fields of a group that the user gave under its new name."""
     kind, short = GROUPS[option]
     if given is None or not (short or isinstance(given, kind)):
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Options` of what a user gave: groups, or their short forms."""
+"""`Options` from groups or their short forms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Placement`: where the state of a step is stored, as the step itself and checkpoints of it ask."""
+"""`Placement`: where the state of a step is stored; steps and checkpoints use it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: which memory holds optimizer state, parameters and activations. They are data, no more."""
+"""Policies: which memory holds optimizer state, parameters and activations. They are only data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checker of types knows of a step: its arguments, its result, and the options it is made with."""
+"""Types for type checkers: a step's arguments, its result, and its options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of JAX and of what stands on it with which the tests have passed: the oldest and the newest."""
+"""The oldest and newest releases of JAX and related packages with which the tests have passed."""
 
 import importlib.metadata
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that a function of jzero's does not have: what to write instead."""
+"""Messages about options that do not exist."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def refuses_unknown_options(fn: _Function) -> _Function:
 def _edits(
     who: str, unknown: Mapping[str, Any], given: Mapping[str, Any], options: Sequence[str]
 ) -> list[str]:
-    """What to write: one line for options of jzero 0.x, and one for each other option."""
+    """The edits of a message: one for all options of jzero 0.x, and one for each other option."""
     moved = [name for name in unknown if name in MOVED and MOVED[name].partition(".")[0] in options]
     edits = [new_line(moved, given)] if moved else []
     others = dict[str, list[str]]()
@@ -96,7 +96,7 @@ def _edits(
 
 
 def _edit(who: str, name: str, options: Sequence[str]) -> str:
-    """What to write instead of an option that never existed."""
+    """The edit for an option that never existed."""
     option, edit = _KNOWN.get(name, (None, ""))
     if edit and option in (None, *options):
         return edit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jzero bandwidth`: its flags, and what it shows."""
+"""The command `jzero bandwidth`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
+"""The commands `jzero inspect`, `export`, `import` and `unlock`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
 
 def _like(text: str) -> Any:
-    """What a user's function returns, as shapes."""
+    """The result of a user's function, as shapes."""
     module, _, name = text.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command of the command line as data, and the parser that is made of it."""
+"""A command as data, and its parser."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jzero deepspeed`: its flags, and what it shows."""
+"""The command `jzero deepspeed`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jzero estimate`: its flags, and what it shows."""
+"""The command `jzero estimate`."""
 
 from __future__ import annotations
 

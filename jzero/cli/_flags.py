@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of the command line: what they take, and errors in their words."""
+"""Types of flags, and messages in words of flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, `jzero` or `python -m jzero`: its commands are parsed, run, and shown on the terminal."""
+"""The command line, `jzero` or `python -m jzero`: parses and runs a command, and prints its output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jzero preflight`: its flags, the function that it is given, and what it shows."""
+"""The command `jzero preflight`."""
 
 from __future__ import annotations
 

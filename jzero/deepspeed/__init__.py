@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jzero.from_deepspeed` translates to: DeepSpeed's schedules, and optimizers that optax has not."""
+"""Targets of `jzero.from_deepspeed`: DeepSpeed's schedules, and optimizers that optax lacks."""
 
 from jzero.deepspeed._schedules import lr_range_test as lr_range_test
 from jzero.deepspeed._schedules import one_cycle as one_cycle

@@ -80,7 +80,7 @@ def _line(name: str, value: Any) -> str:
 
 
 def _python(x: Any, indent: str = "", before: str = "") -> str:
-    """Its source, in one line if that fits behind `before`, else with an argument a line."""
+    """The source of a value, in one line if that fits behind `before`, else with one argument per line."""
     if not isinstance(x, Expression):
         named = name_of(x) if hasattr(x, "__name__") else repr(x)
         return json.dumps(x) if isinstance(x, str) else named

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of keys that several keys decide together, and which of them contradict each other."""
+"""Rules for keys whose outcome depends on values or other keys, and contradictions between keys."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check(c: Config) -> None:
 
 
 def _findings(c: Config) -> dict[str, str]:
-    """What may contradict something else, in words; "" if it is not so."""
+    """Texts of findings by name; "" for what is not found."""
     get, says = c.get, c.says
     rows, micro, devices = get(ROWS), get(MICRO), c.devices
     hpz, mics = says(_HPZ, get(_HPZ) > 1), says(_MICS, get(_MICS) > 0)
@@ -307,9 +307,9 @@ def no_scheduler(c: Config, key: str) -> Made:
 
 
 def chain(c: Config) -> tuple[Expression, Expression | None]:
-    """What updates parameters, and the schedule of its learning rate.
+    """The optax chain of updates, and the schedule of its learning rate.
 
-    Without an optimizer the chain has no value: the program's own `make_optimizer()` is in it.
+    Without an optimizer the chain has no value: it contains the program's own `make_optimizer()`.
     """
     schedule = None if c.scheduler is None else _scheduled(c, c.scheduler, c.scheduler.function)
     parts = [called(optax.clip_by_global_norm, float(c.get(CLIP)))] if c.get(CLIP) else []

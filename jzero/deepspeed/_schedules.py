@@ -190,7 +190,7 @@ def _warmup(i: jax.Array, num: int, kind: str) -> jax.Array:
 def _cycle(
     first: float, second: float | None, first_stairs: int, second_stairs: int | None
 ) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
-    """By the number of updates: how high the cycle is, from 0 to 1, and how many updates came after it."""
+    """A function of the number of updates: the height in the cycle, from 0 to 1, and the updates after it."""
     second = first if second is None else second
     second_stairs = first_stairs if second_stairs is None else second_stairs
 

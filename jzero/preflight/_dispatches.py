@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of several programs starts on its devices, in order, and what they then hold."""
+"""The programs and copies that a step of several programs starts, and the memory in use meanwhile."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class ProgramMemory(NamedTuple):
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> tuple[ProgramMemory, ProgramMemory]:
-        """Those on a device, and those on its host."""
+        """Reads both from XLA: those on a device, and those on its host."""
         found: Any = compiled.memory_analysis()
 
         def read(where: str) -> ProgramMemory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled programs say of a step: of the one that it is, or of the several that it starts."""
+"""Memory and schedule of a step's compiled program, or of its several programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of a compiled program compute, and the bytes that they read and write."""
+"""Operations of the kernels of a compiled program, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KernelWork(NamedTuple):
     to_host: int  # bytes written there
 
     def seconds(self, target: Target) -> float:
-        """By a roofline of the device's peaks and memory bandwidth, without transfers to the host."""
+        """By a roofline of the device's peaks and memory bandwidth; transfers to the host do not count."""
         tensor, f32 = self.flops or (0.0, 0.0)
         computing = tensor / target.bf16_flops + f32 / target.f32_flops
         return max(computing, self.nbytes / target.memory_bandwidth)

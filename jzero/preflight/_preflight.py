@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`preflight`: a step compiled for devices that are not there; what its program says of memory and time."""
+"""`preflight`: compiles a step for devices that are not there, and reports its memory and time."""
 
 from __future__ import annotations
 
@@ -244,7 +244,6 @@ class Preflight(Printed):
 
     @property
     def _timed(self) -> bool:
-        """Whether the schedule of such programs is read."""
         return self.target.platform != "tpu"
 
     @property

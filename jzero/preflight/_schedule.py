@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step, modelled from its compiled programs: what computes, what moves, and what hides."""
+"""A model of the time of a step, from its compiled programs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class ScheduledCollective(NamedTuple):
 
 
 def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
-    """Of the seconds that these collectives take alone, the share that is not exposed.
+    """The share of the time of these collectives that is not exposed.
 
-    1 if all of them run while the device computes, 0 if it waits for all that they take. None if they take no
+    1 if all of them run while the device computes, 0 if it waits for all of them. None if they take no
     time, or if the exposed seconds are not known.
     """
     exposed = [c.exposed_seconds for c in collectives if c.exposed_seconds is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that are not there: what XLA must know to compile for them, and how fast their links are."""
+"""Meshes of devices that are not there, for which XLA compiles, and the rates of their links."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled TPU program, reduced to its loops and collectives: the rest of its text says no times."""
+"""Loops and collectives of a compiled TPU program; the rest of its text does not determine times."""
 
 from __future__ import annotations
 

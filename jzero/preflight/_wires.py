@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether quantized gathers and reductions pay, over networks of several speeds."""
+"""Compares quantized with exact communication, over networks of several speeds."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class WireTime(NamedTuple):
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of a step, at each speed."""
+        """Seconds of a step at each speed."""
         return tuple(s.step_seconds for s in self.schedules)
 
     @property
     def exposed(self) -> tuple[float, ...]:
-        """Of these, for which the device waits for collectives."""
+        """Seconds for which the device waits for collectives, at each speed."""
         return tuple(s.exposed_seconds for s in self.schedules)
 
     @property

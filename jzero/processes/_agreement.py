@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes: none starts what the others would not, or would start differently.
+"""Checks that all processes start the same programs.
 
 A collective that only some processes call waits for ever, and one that two call with different shapes
-ends a process from within. So before processes start something together for the first time they compare
-what it is, through the key-value store of `jax.distributed`, which has timeouts and needs no device. When
-they change to what they have run before, they meet again if their steps are long enough to pay for it, and
-in any case a thread compares what they have called (`_watch`).
+crashes a process. So before processes start something together for the first time, they compare what it is,
+through the key-value store of `jax.distributed`, which has timeouts and needs no device. When they return to
+something that they have run before, they compare again if that takes little of their time. In any case a
+thread compares what they have called (`_watch`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Agreement(NamedTuple):
-    """What all processes have agreed on."""
+    """The name and sections that all processes have agreed on."""
 
     name: str  # empty if there is one process
     sections: Sections  # with a digest in place of the program

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CallLog`: what a process has called on a mesh of several, in order; and where such logs differ.
+"""`CallLog`: the calls of a process on a mesh of several processes; and where such logs differ.
 
-All processes make the same calls in one order, so that two logs can be compared call by call, as far as both
-have come. A log has an entry only where a call is not like the one before it.
+All processes make the same calls in one order, so that logs can be compared call by call, as far as they go.
+A log has an entry only where a call differs from the one before it.
 """
 
 from __future__ import annotations

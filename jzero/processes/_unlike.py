@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several processes do differently, in words."""
+"""Messages about differences between processes."""
 
 from __future__ import annotations
 

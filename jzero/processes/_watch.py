@@ -2,8 +2,8 @@
 """`Watch`: a thread that publishes what this process has called, and checks that the others call the same.
 
 A little more than once a second every process writes its log into the key-value store of `jax.distributed`,
-if it has changed, and reads what the first process has found; the first one reads all logs and compares
-them. These are two requests of 0.3 ms each time, and the steps wait for none of them.
+if it has changed, and reads the verdict of the first process, which compares all logs. These are two requests
+of 0.3 ms, and no step waits for them.
 """
 
 from __future__ import annotations

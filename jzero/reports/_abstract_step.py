@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that `estimate` describes: a loop over layers of one matrix each, planned as any other step is."""
+"""The step that `estimate` describes: a loop over layers of one matrix each, planned like any other step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNBOUNDED = 2**50  # bytes
 
 
 class Types(NamedTuple):
-    """What of bytes per parameter changes a program."""
+    """The dtypes that bytes per parameter stand for; they decide what a program does."""
 
     params: str  # the dtype in which parameters are stored
     compute: str  # the dtype in which passes use them

@@ -135,7 +135,7 @@ class BandwidthReport(Printed):
         yield [*self.remarks()]
 
     def header(self) -> str:
-        """What was measured."""
+        """One line on what was measured."""
         devices = counted(self.num_devices, "device", "devices")
         return (
             f"jzero: bandwidth of {devices} ({self.kind}) and their host, by copies of "
@@ -143,7 +143,7 @@ class BandwidthReport(Printed):
         )
 
     def tables(self) -> Iterator[Table]:
-        """Links to the host, and then the rest."""
+        """A table of the links to the host, and one of the other rates."""
         rows = [
             (self._whose(x), readable_rate(x.to_host), readable_rate(x.to_device))
             for x in self.links
@@ -159,7 +159,7 @@ class BandwidthReport(Printed):
         )
 
     def remarks(self) -> Iterator[str]:
-        """What to do with it, and what is not in it."""
+        """The rates as flags of `jzero estimate`, and how they were measured."""
         flags = {
             "pcie": self.pcie,
             "interconnect": self.interconnect,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `estimate` is given, checked before anything is computed."""
+"""Checks of the arguments of `estimate`."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ class Report(Printed):
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What each device and its host copy to each other in a step."""
+        """Copies between each device and its host in a step."""
         return _folds.transfers(self.schedule)
 
     @functools.cached_property
@@ -357,7 +357,7 @@ class Report(Printed):
 
     @property
     def outputs(self) -> tuple[tuple[str, SplitDims], ...]:
-        """The same of each output other than the state."""
+        """The sharded dims of each output other than the state."""
         specs = map(_stored_layout.partition_spec, self.plan.outputs)
         return tuple(zip(self.output_paths, map(_split_dims, specs), strict=False))
 

@@ -467,7 +467,7 @@ class Estimate(Printed):
             yield from self.time.blocks()
 
     def header(self) -> str:
-        """What the numbers are of."""
+        """One line on the model, the stage and the devices."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
         devices = counted(self.num_devices, "device", "devices")
         if self.model_parallel > 1:
@@ -478,7 +478,7 @@ class Estimate(Printed):
         )
 
     def model_lines(self) -> list[str]:
-        """Of a configuration: its parameters, and what stage 3 gathers of them, which no total has."""
+        """For a configuration: its parameters, and the gathered bytes of a layer, which no total includes."""
         if self.model is None:
             return []
         counted = f"{self.model.model_type}: {self.num_params:,} parameters."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prose of `describe`: of leaves one line for all alike, of other lists the largest."""
+"""The prose of `describe`: similar leaves share a line, and long lists show the largest entries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The abstract step with a model's bytes: leaves, collectives, and a schedule for the folds of reports."""
+"""The abstract step scaled to a model's bytes: leaves, collectives and schedule."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class ScaledStep:
 
     @functools.cached_property
     def accumulator(self) -> tuple[Fraction, int] | None:
-        """Of sums over microbatches: bytes per parameter, and over how many devices they are sharded."""
+        """For sums over microbatches: bytes per parameter, and over how many devices they are sharded."""
         plan, nbytes = self.abstract.report.plan, self.abstract.report.accumulator_bytes
         if plan.accumulate == 1 or plan.microbatches.by_layer:
             return None

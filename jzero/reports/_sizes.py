@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per parameter, by precision and by optimizer; and what reports call what lives within a step."""
+"""Bytes per parameter by precision and optimizer; names of what lives within a step."""
 
 from __future__ import annotations
 

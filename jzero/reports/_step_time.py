@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepTime: how long a step computes and moves at given rates, and what of it hides behind what."""
+"""`StepTime`: the time of a step at given rates, and how much of its transfers compute hides."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StepTime(Printed):
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of a step: compute, and what it waits for."""
         return self.compute + self.exposed
 
     @property
@@ -83,7 +83,7 @@ class StepTime(Printed):
 
     @property
     def efficiency_in_turn(self) -> float:
-        """The same if nothing hid behind anything: the formula of ZeRO-Infinity, section 4."""
+        """The same if nothing overlapped: the formula of ZeRO-Infinity, section 4."""
         moving = sum(seconds for part in self.parts for seconds in part.ways.values())
         return self.compute / (self.compute + moving)
 
@@ -104,7 +104,6 @@ class StepTime(Printed):
         yield [*self.remarks()]
 
     def table(self) -> Table:
-        """A row for each part, and for the step."""
         ways = list(dict.fromkeys(way for part in self.parts for way in part.ways))
         rows = [
             (p.name, *_times([p.compute, *(p.ways.get(way) for way in ways), p.exposed]))
@@ -115,7 +114,6 @@ class StepTime(Printed):
         return Table(("time of a step", "compute", *ways, "not hidden"), rows)
 
     def remarks(self) -> Iterator[str]:
-        """What the table says, and what it does not."""
         assert self.rates.peak is not None
         yield (
             f"A step takes at least {readable_seconds(self.seconds)}, and {self.efficiency:.0%} of it is "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all reports are made of: tables and prose, as text and as HTML; and the tables that several have."""
+"""Tables and prose of reports, as text and as HTML; and the tables that several reports share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Printed(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self) -> Iterable[Block]:
-        """What the report says; of a block without lines, nothing."""
+        """The report's tables and paragraphs; an empty block is left out."""
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The text, at most `width` columns wide, with an empty line between blocks."""

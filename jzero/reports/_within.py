@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that `estimate` reports, by role: of a step's leaves, and what else it holds while it runs."""
+"""The bytes that `estimate` reports, by role: of stored leaves, and within a step."""
 
 from __future__ import annotations
 

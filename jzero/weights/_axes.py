@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How arrays of one layout are read as arrays of another: their axes have names, and a read is a box of them.
+"""Reads arrays of one layout as arrays of another. Axes have names, and a read is a box of them.
 
 Written as einops does: `(h k) d -> d h k` is a matrix [h * k, d] on one side, and an array [d, h, k] on the
 other.
@@ -42,7 +42,7 @@ class Rearranged(NamedTuple):
     sizes: Mapping[str, int]
 
     def read(self, number: int, rows: slice, read: Read) -> np.ndarray:
-        """Some rows of an array of the other side; all of it if it has no dims."""
+        """Reads some rows of an array of the other side; all of it if it has no dims."""
         box = {axis: (0, size) for axis, size in self.sizes.items()}
         if self.made.counter:
             box[self.made.counter] = number, number + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a model, by its config.json."""
+"""The tensors that a model has, by its config.json."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Expected:
                 "Name its own config.json, or leave config out.", "tensors"))  # fmt: skip
 
     def lacks(self, names: Iterable[str]) -> bool:
-        """Whether the model lacks one of these tensors."""
         return bool(self._parts) and None in map(self._find, names)
 
     def _find(self, name: str) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of an import or an export: pairs of tensors and leaves, each read as the other.
 
-By the rules of a layout every tensor and every leaf has a counterpart of a shape that fits, or there is none.
+By the rules of a layout every tensor and every leaf must have a counterpart of a fitting shape.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def dtypes_of(
 
 
 class Plan(NamedTuple):
-    """What a layout makes of some arrays."""
+    """The pairs by which a layout makes arrays of others."""
 
     pairs: list[Pair]  # in the order of the layout's rules
     equal: list[

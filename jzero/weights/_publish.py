@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports and imports are there wholly or not at all, in a directory and in a bucket.
+"""Publishes exports and imports atomically, in a directory or in a bucket.
 
 [Note: an export replaces another] What is found by its name, the file or the index, comes by one write; the
 parts that an index names come before it, under names that nothing has. Then the older export goes: first what

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a file that is read: one on disk, or an object in a bucket."""
+"""Reads parts of a file on disk, or of an object in a bucket."""
 
 from __future__ import annotations
 
