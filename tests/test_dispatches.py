@@ -93,7 +93,9 @@ def test_the_programs_of_a_scanned_step():
 def test_one_layer_is_fetched_while_another_runs():
     """Those of the first two iterations come before them, and all others in the programs of iterations."""
     found = dispatches(True, "parameters, updated on the host")
-    names = [step.program.name for step in found.steps if step.program and step.program.name != "enter"]
+    names = [
+        step.program.name for step in found.steps if step.program and step.program.name != "enter"
+    ]
     beside = ["iteration_beside_copies"] * (LAYERS - 2)
     assert names[: 5 + LAYERS - 2] == [
         "fetch",

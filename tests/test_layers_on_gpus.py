@@ -117,7 +117,7 @@ def iterations_beside_copies(known=True):
     there = train_step.on_mesh(mesh.abstract_mesh)
     parts = [
         p
-        for p in _preflight._dispatches_of(there, state, x).parts
+        for p in _preflight._dispatches_of(there, state, x).programs
         if p.name == _layer_programs.ITERATION
     ]
     options = {"xla_gpu_autotune_level": 0} | (
