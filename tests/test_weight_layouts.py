@@ -1007,10 +1007,12 @@ def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.json").write_text('{"rules": [')
     (tmp_path / "other.json").write_text('{"rules": [{"tensors": 3}]}')
     tables = {"ignored.json": "ignored is 'v.*', not a list", "base.json": "base is 3, not a text",
-              "rules.json": "it is .*, not an object", "none.json": "rules is missing"}  # fmt: skip
+              "rules.json": "it is .*, not an object", "none.json": "rules is missing",
+              "optional.json": "rules.0.optional is 'false', not true or false"}  # fmt: skip
     for name, entries in {
         "ignored": {"rules": [], "ignored": "v.*"}, "base": {"rules": [], "base": 3},
         "rules": [{"tensors": "a", "leaves": "b"}], "none": {"extends": "llama"},
+        "optional": {"rules": [{"tensors": "a", "leaves": "b", "optional": "false"}]},
     }.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(entries))
     found = {

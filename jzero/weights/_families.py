@@ -132,7 +132,8 @@ def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | No
 
 
 _NAMES = (str, [str])
-_TABLE = {"rules": [{"tensors": _NAMES, "leaves": _NAMES}], "ignored": Maybe([str])}
+_RULE = {"tensors": _NAMES, "leaves": _NAMES, "optional": Maybe(bool)}
+_TABLE = {"rules": [_RULE], "ignored": Maybe([str])}
 
 
 def _from_json(path: str) -> WeightLayout:
