@@ -16,9 +16,8 @@ gpu_compiler.skip_without_it()
 
 PRODUCT = r"__cublas|gemm| dot\(|triton"
 LAYERS, WIDTH, ROWS = 8, 256, 8 * 1024
-SLICE = (
-    4 * WIDTH * ROWS // 8
-)  # bytes of a block input on one of 8 devices: 1 MiB, the least that moves
+# Bytes of a block input on one of 8 devices: 1 MiB, the least that moves.
+SLICE = 4 * WIDTH * ROWS // 8
 
 
 def make_step(scan, num_layers):
@@ -77,8 +76,7 @@ def places(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])
 def test_backward_loops_read_each_slice_where_the_forward_loop_wrote_it(stage, accumulate):
     """XLA of JAX 0.10.2 took a slice's place in a backward loop, n - 1 - i, for i (`_host_memory.py`)."""
     text = str(compiled(True, "host", stage, accumulate=accumulate).as_text())
@@ -94,16 +92,12 @@ def test_backward_loops_read_each_slice_where_the_forward_loop_wrote_it(stage, a
 @pytest.mark.slow
 def test_device_memory_does_not_grow_with_the_layers():
     """But by what is not kept for the backward pass: gradients, in shards."""
-    grown = {}
-    for where in ("device", "host"):
-        sizes = [
-            compiled(True, where, num_layers=n).memory_analysis().temp_size_in_bytes
-            for n in (LAYERS, 2 * LAYERS)
-        ]
-        grown[where] = sizes[1] - sizes[0]
-    # The compiler lays some of what is kept over what is there anyway.
-    assert grown["device"] >= LAYERS / 2 * SLICE, grown
-    assert grown["host"] <= SLICE, grown
+    few, many = (
+        compiled(True, "host", num_layers=n).memory_analysis() for n in (LAYERS, 2 * LAYERS)
+    )
+    assert many.temp_size_in_bytes - few.temp_size_in_bytes <= SLICE
+    assert few.host_temp_size_in_bytes == LAYERS * SLICE
+    assert compiled(True, "device").memory_analysis().host_temp_size_in_bytes == 0
 
 
 @pytest.mark.slow
@@ -130,13 +124,6 @@ def test_values_of_unrolled_layers_leave_at_once_and_come_back_when_due(monkeypa
     assert most <= 3  # Two, and the one that is made.
     latest_first = list(reversed(sent))
     assert all(abs(place - latest_first.index(x)) <= 2 for place, x in enumerate(fetched))
-
-
-@pytest.mark.slow
-def test_stacks_are_allocated_on_the_host():
-    memory = compiled(True, "host").memory_analysis()
-    assert memory.host_temp_size_in_bytes == LAYERS * SLICE
-    assert compiled(True, "device").memory_analysis().host_temp_size_in_bytes == 0
 
 
 def test_the_peak_is_the_devices():

@@ -1,22 +1,16 @@
 """bandwidth(): what is copied, gathered and updated, how rates follow from it, and what is printed."""
 
-import contextlib
-import io
 import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.cli._main import main
 from jzero.offload import _bandwidth
 from jzero.offload.kernels import _machine
 from jzero.reports._bandwidth import LinkRate
+from test_cli import output
 
 pytest.importorskip("llvmlite")
 SIZE = 2**16
@@ -58,24 +52,6 @@ def test_all_of_it_is_measured(measured):
     assert measured.interconnect == int(min(measured.collectives.values()))
 
 
-def test_an_estimate_takes_what_was_measured(measured):
-    found = jzero.estimate(
-        "1B",
-        devices=8,
-        memory=jzero.HostCPU(),
-        workload=jzero.Workload(tokens=8192),
-        rates=jzero.Rates(
-            peak="1TFLOP/s",
-            pcie=measured.pcie,
-            interconnect=measured.interconnect,
-            host_update=int(measured.host_update),
-        ),
-    )
-    assert found.time is not None
-    assert found.time.untimed == ()
-    assert found.time.exposed > 0
-
-
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_copies_go_to_pinned_memory_and_back(num, both_ways, clock):
@@ -96,32 +72,6 @@ def test_rates_of_collectives_are_of_the_whole_value(op, num, clock):
     (found,) = clock
     # Every device has all of it, or a part.
     assert found.nbytes == SIZE * (num if op == "all-gather" else 1)
-
-
-@pytest.mark.slow
-def test_collectives_are_what_they_are_called():
-    mesh = Mesh(np.array(jax.devices()[:4]), (_bandwidth._AXIS,))
-    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P(_bandwidth._AXIS)))
-    found = {
-        op: jax.jit(
-            jax.shard_map(
-                run, mesh=mesh, in_specs=P(_bandwidth._AXIS), out_specs=P(_bandwidth._AXIS)
-            )
-        )(x)
-        for op, run in _bandwidth.COLLECTIVES.items()
-    }
-    assert found["all-gather"].tolist() == np.tile(np.arange(16.0), 4).tolist()
-    assert found["reduce-scatter"].tolist() == np.arange(16.0).reshape(4, 4).sum(0).tolist()
-
-
-@pytest.mark.slow
-def test_updates_count_bytes_of_optimizer_state(clock):
-    """Two float32 moments; the devices of a host share its processors."""
-    state = 2 * 4 * _bandwidth._SIZE
-    assert _bandwidth.host_update(1) == _bandwidth.device_update(jax.devices()[0]) == 2 * state
-    found = jzero.bandwidth(nbytes=SIZE)
-    assert found.host_update == 2 * state / found.num_devices
-    assert found.device_update == 2 * state
 
 
 def test_the_least_of_some_runs_counts(monkeypatch):
@@ -196,13 +146,6 @@ def test_threads_that_are_none(threads):
         jzero.bandwidth(nbytes=64, threads=threads)
 
 
-def output(*arguments):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main(arguments)
-    return out.getvalue()
-
-
 def test_the_command(monkeypatch, clock):
     monkeypatch.setenv("COLUMNS", "80")
     text = output("bandwidth", "--size", "64KiB")
@@ -217,6 +160,9 @@ def test_the_command(monkeypatch, clock):
     )
     numbers = json.loads(output("bandwidth", "--size", "64KiB", "--json"))
     assert numbers["pcie"] == 2 * SIZE
+    # Of two float32 moments; the devices of a host share its processors.
+    moved = 2 * 2 * 4 * _bandwidth._SIZE
+    assert (numbers["host_update"], numbers["device_update"]) == (moved / 8, moved)
 
 
 def test_the_command_uses_the_devices_that_are_there(monkeypatch):

@@ -11,13 +11,6 @@ import pytest
 import jzero
 from jzero.sharding.passes import _quantize
 
-FORMATS = [
-    jzero.Blocks(jnp.int8),
-    jzero.Blocks(jnp.int8, size=16),
-    jzero.Blocks(jnp.int4),
-    jzero.Blocks("int4", size=32),
-]
-
 
 def there_and_back(x, codes):
     x = jnp.atleast_2d(x)
@@ -41,17 +34,16 @@ def steps(x, codes):
     return np.repeat(blocks.max(-1) / codes.largest, codes.size, axis=1)[:, :n]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("codes", FORMATS, ids=str)
-@pytest.mark.parametrize("n", [1, 15, 255, 256, 257, 1000])
+@pytest.mark.parametrize("codes", [jzero.Blocks(jnp.int8), jzero.Blocks("int4", size=32)], ids=str)
+@pytest.mark.parametrize("n", [1, 257])
 def test_what_comes_back_is_within_half_a_step(codes, n):
-    x = np.random.default_rng(n).normal(size=(3, n)) * np.array([[1e-30], [1.0], [1e30]])
+    x = np.random.default_rng(n).normal(size=(4, n)) * np.array([[0], [1e-30], [1.0], [1e30]])
     y = there_and_back(x.astype(np.float32), codes)
     assert np.all(np.abs(y - x) <= 0.5001 * steps(x, codes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float64])
 def test_every_float_keeps_its_dtype_and_its_range(dtype):
     with jax.enable_x64(True):
         most, least = jnp.finfo(dtype).max, jnp.finfo(dtype).tiny
@@ -62,13 +54,6 @@ def test_every_float_keeps_its_dtype_and_its_range(dtype):
         assert y[0, 0] == most
         assert y[0, 1] == -most
         assert np.all(y[0, 3:] == 0)
-
-
-@pytest.mark.slow
-def test_zeros_and_the_smallest_numbers_come_back_as_zeros():
-    x = np.zeros((2, 300), np.float32)
-    x[1] = 1e-45
-    assert np.array_equal(there_and_back(x, jzero.Blocks("int4")), np.zeros((2, 300)))
 
 
 @pytest.mark.parametrize("rotate", [False, True])

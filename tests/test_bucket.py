@@ -2,8 +2,6 @@
 """A directory in a bucket: of several writers of one object one wins."""
 
 import concurrent.futures
-import multiprocessing
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,48 +83,17 @@ def test_a_write_depends_on_the_version(url):
         bucket.write_if("a", b"four", second)
 
 
-@pytest.mark.slow(but=[0, 1, 4, 5, 6, 7])
 @pytest.mark.parametrize("there", [False, True], ids=["absent", "by version"])
-@pytest.mark.parametrize("count", [2, 16])
-def test_of_threads_one_wins(count, there, url):
+def test_of_threads_one_wins(there, url):
     for name in "abcdef":
         version = opened(url).write(name, b"before") if there else None
 
         def act(i: int, name: str = name, version: bytes | None = version) -> bool:
             return wins(url, name, b"%d" % i, version)
 
-        won = in_threads(count, act)
+        won = in_threads(16, act)
         assert won.count(True) == 1
         assert data_of(opened(url), name) == b"%d" % won.index(True)
-
-
-def race(url: str, barrier, results) -> None:
-    name = multiprocessing.current_process().name
-    bucket, version = opened(url), None
-    for attempt in range(20):
-        barrier.wait()
-        # S3's version is a digest of the content, so each write has other content (as the writer's lock has).
-        won = wins(url, "object", f"{name} {attempt}".encode(), version)
-        barrier.wait()
-        results.put(won)
-        found = bucket.read("object")
-        assert found is not None
-        version = found.version
-
-
-@pytest.mark.slow
-def test_of_two_processes_one_wins(url):
-    """Twenty times, each on what the one before left."""
-    spawn = multiprocessing.get_context("spawn")
-    barrier, results = spawn.Barrier(2), spawn.Queue()
-    racers = [spawn.Process(target=race, args=(url, barrier, results)) for _ in range(2)]
-    for racer in racers:
-        racer.start()
-    won = [results.get(timeout=60) for _ in range(40)]
-    for racer in racers:
-        racer.join()
-        assert racer.exitcode == 0
-    assert won.count(True) == 20
 
 
 @pytest.fixture
@@ -174,9 +141,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    "fault", [("answer", 403), ("answer", 503), ("drop", 0), ("lose", 0)], ids=str
-)
+@pytest.mark.parametrize("fault", [("answer", 403), ("answer", 503), ("lose", 0)], ids=str)
 def test_what_fails_is_named(fault, call, proxy, url):
     """By a CheckpointError, when what was tried again has failed too."""
     bucket = opened(url)
@@ -202,36 +167,9 @@ def test_an_answer_that_ends_halfway_is_asked_for_again(proxy, url):
     assert len(proxy.log) == 2
 
 
-def test_a_list_that_lags(proxy, url):
-    """It has what was there when the fault was armed: what the faults of lists are tried on."""
-    bucket = opened(url)
-    bucket.write("a", b"")
-    bucket.write("b", b"")
-    proxy.arm(RequestFault("stale", 1, ever=True))
-    bucket.remove(["a"])
-    bucket.write("c", b"")
-    assert bucket.names() == ["a", "b"]
-    proxy.disarm()
-    assert bucket.names() == ["b", "c"]
-
-
-@pytest.fixture
-def nowhere(monkeypatch) -> Iterator[None]:
-    """An endpoint where nobody listens."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{held.getsockname()[1]}")
-        yield
-
-
-def test_an_endpoint_where_nobody_listens_is_named(s3, nowhere, monkeypatch):
-    monkeypatch.setattr(_bucket, "_RETRIES", SOON)
-    with pytest.raises(CheckpointError, match=r"(?s)could not be read: .*AWS_ENDPOINT_URL"):
-        opened(s3).read("a")
-
-
 @pytest.mark.slow
-def test_that_takes_less_than_a_minute(s3, nowhere):
+def test_an_endpoint_where_nobody_listens_is_told_within_a_minute(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="could not be read: "):
         opened(s3).read("a")
