@@ -47,12 +47,12 @@ def make_step(alarm, how):
 
 
 @pytest.mark.slow(but=["{}-ordered"])
-@pytest.mark.parametrize("how", ["unordered", "ordered", "io_callback"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"offload_params": jzero.PinnedHost(device_bytes=2**14)}, {"offload": jzero.HostCPU()}],
+    ("options", "how"),
+    [({}, "ordered"), ({"offload_params": jzero.PinnedHost(device_bytes=2**14)}, "io_callback"),
+     ({"offload": jzero.HostCPU()}, "unordered")],
     ids=str,
-)
+)  # fmt: skip
 def test_all_devices_fail_together(options, how):
     alarm = Alarm()
     train_step = small.shard_train_step(

@@ -1,6 +1,7 @@
 """Checkpoints: restored in any layout, read and written by Orbax alone, and continued to the bit."""
 
 import asyncio
+import functools
 import itertools
 import json
 import subprocess
@@ -17,7 +18,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -120,23 +120,24 @@ def trained() -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(trained, tmp_path_factory) -> dict[str, Any]:
-    """A checkpoint of that state by each setting."""
-    paths = {}
-    for name, setting in SETTINGS.items():
-        path = tmp_path_factory.mktemp("saved")
-        train_step = sharded(**setting)
+def saved(trained, tmp_path_factory) -> Any:
+    """Where a checkpoint of that state by a setting is, by its name."""
+
+    @functools.cache
+    def saved(name: str) -> Any:
+        path, train_step = tmp_path_factory.mktemp("saved"), sharded(**SETTINGS[name])
         with jzero.Checkpointer(path, train_step, asynchronous=False) as checkpointer:
             assert checkpointer.save(2, train_step.shard(trained, batch(0)))
-        paths[name] = path
-    return paths
+        return path
+
+    return saved
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(SETTINGS, SETTINGS)])
 def test_restored_in_any_layout(source, target, saved, trained):
     train_step = sharded(**SETTINGS[target])
-    with jzero.Checkpointer(saved[source], train_step) as checkpointer:
+    with jzero.Checkpointer(saved(source), train_step) as checkpointer:
         state = checkpointer.restore(jax.eval_shape(new_state), batch(0))
     placed = train_step.shard(trained, batch(0))
     at_rest = [type(getattr(x, "storage", x)) for x in jax.tree.leaves(placed)]
@@ -160,7 +161,7 @@ def on_host(**options: Any) -> Any:
 def test_restored_to_the_host_in_groups(saved, trained, monkeypatch):
     monkeypatch.setattr(_restore, "_TO_HOST", 4000)  # one large leaf, or several small ones
     train_step = on_host()
-    with jzero.Checkpointer(saved["stage 3 on 8"], train_step) as checkpointer:
+    with jzero.Checkpointer(saved("stage 3 on 8"), train_step) as checkpointer:
         state = checkpointer.restore(jax.eval_shape(new_state))  # roles unknown: all of it
     assert getattr(state.params["odd"], "where", "") == "in host memory"
     assert_same(state, trained)
@@ -196,17 +197,7 @@ def test_a_delayed_update_is_saved_when_it_is_done(tmp_path):
 
 
 @pytest.mark.slow(but=["stage 1 on 2, offloaded"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stage 1 on 2",
-        "stage 3 on 8",
-        "stage 3 on 2x4",
-        "stage 1 on 2, offloaded",
-        "stage 3 on 8, on the host",
-        "stage 1 on 2x4, on the host",
-    ],
-)
+@pytest.mark.parametrize("name", ["stage 1 on 2, offloaded", "stage 1 on 2x4, on the host"])
 def test_interrupted_training_is_continued_to_the_bit(name, tmp_path):
     setting = SETTINGS[name]
     train_step = sharded(**setting)
@@ -317,7 +308,7 @@ READERS = """
             return restore(manager)["state"]
 
     whole = ocp.PyTreeCheckpointer().restore(STATE)
-    mesh = small.mesh(x=4)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     def target(x):
         split = jax.P("x") if x.ndim and x.shape[0] % 4 == 0 else jax.P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, split))
@@ -325,21 +316,13 @@ READERS = """
     handlers = dict(item_handlers={"state": ocp.StandardCheckpointHandler()})
     ways = {
         "PyTreeCheckpointer": lambda: whole,
-        "StandardCheckpointer": lambda: ocp.StandardCheckpointer().restore(STATE),
         "StandardCheckpointer, sharded": lambda: ocp.StandardCheckpointer().restore(STATE, targets),
-        "Checkpointer": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(STATE),
-        "AsyncCheckpointer": lambda: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()).restore(STATE),
         "CompositeCheckpointHandler": lambda: ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
             STEP, args=ocp.args.Composite(state=PYTREE()))["state"],
         "CheckpointManager": lambda: manager(lambda m: m.restore(m.latest_step())),
         "CheckpointManager, with handlers": lambda: manager(lambda m: m.restore(2), **handlers),
-        "CheckpointManager, standard": lambda: manager(
-            lambda m: m.restore(2, args=ocp.args.Composite(state=STANDARD())), item_names=("state",)),
         "CheckpointManager, sharded": lambda: manager(
             lambda m: m.restore(2, args=ocp.args.Composite(state=STANDARD(targets)))),
-        "CheckpointManager, pytree": lambda: manager(
-            lambda m: m.restore(2, args=ocp.args.Composite(state=PYTREE()))),
-        "v1.load_pytree": lambda: v1.load_pytree(STEP),
         "v1.load_pytree, sharded": lambda: v1.load_pytree(STEP, targets),
         "v1.load_checkpointables": lambda: v1.load_checkpointables(STEP)["state"],
         "v1.training.Checkpointer": lambda: v1.training.Checkpointer(STEPS).load_pytree(2),
@@ -352,12 +335,11 @@ READERS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2x4, on the host"])
-def test_orbax_alone_reads_it(name, saved, trained, tmp_path):
+def test_orbax_alone_reads_it(saved, trained, tmp_path):
     """By each of its documented ways, as NumPy arrays or in the layout that is asked for."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", textwrap.dedent(READERS)]
     run = subprocess.run(
-        [*command, saved[name], tmp_path],
+        [*command, saved("stage 3 on 2x4"), tmp_path],
         check=True,
         timeout=300,
         stdout=subprocess.PIPE,
@@ -372,42 +354,11 @@ def test_orbax_alone_reads_it(name, saved, trained, tmp_path):
         assert len(found.files) == len(jax.tree.leaves(trained)), way
 
 
-@pytest.mark.slow
-def test_nnx_and_a_lone_array(tmp_path):
-    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def train_step(model, optimizer, x):
-        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        optimizer.update(model, grads)
-
-    step_fn, state = jzero.from_nnx(train_step, model, optimizer)
-    sharded_step = jzero.shard_train_step(step_fn)
-    state, _ = sharded_step(state, jnp.ones((8, 16)))
-    with jzero.Checkpointer(tmp_path / "nnx", sharded_step) as checkpointer:
-        checkpointer.save(1, state)
-        restored = checkpointer.restore(state)
-    assert_same(sharded_step.unshard(restored), sharded_step.unshard(state))
-
-    lone = jzero.shard_train_step(lambda w, x: w - jax.grad(lambda w: jnp.mean(x @ w))(w))
-    with jzero.Checkpointer(tmp_path / "lone", lone) as checkpointer:
-        checkpointer.save(1, jnp.arange(800.0).reshape(100, 8))
-        restored = checkpointer.restore(jnp.zeros((100, 8)))
-    assert_same(lone.unshard(restored), jnp.arange(800.0).reshape(100, 8))
-
-
-@pytest.mark.slow
-def test_numbers_that_are_no_arrays(tmp_path):
-    """A state as the user made it, not yet placed: Python numbers and NumPy arrays are leaves, too."""
-    train_step = jzero.shard_train_step(lambda s, x: {**s, "w": s["w"] - x.mean()})
-    state = {"w": np.arange(512, dtype=np.float32), "step": 3, "scale": 0.5}
+def test_a_lone_array(tmp_path):
+    train_step = jzero.shard_train_step(lambda w, x: w - x.mean())
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
-        checkpointer.save(0, state)
-        restored = checkpointer.restore(state)
-    assert restored["step"] == 3
-    assert restored["scale"] == 0.5
-    assert restored["step"].dtype == jnp.int32
-    np.testing.assert_array_equal(restored["w"], state["w"])
+        checkpointer.save(1, jnp.arange(800.0))
+        assert_same(checkpointer.restore(jnp.zeros(800)), jnp.arange(800.0))
 
 
 class Count:
@@ -507,21 +458,6 @@ def test_restore_needs_little_more_memory_than_the_state(offload, more, tmp_path
     peak, at_rest, largest = map(int, run.stdout.split())
     # Of 404 MB; what XLA and Orbax hold is in it.
     assert peak - at_rest < 2**27 + 2 * largest + more
-
-
-@pytest.mark.slow
-def test_only_the_latest_are_kept(tmp_path):
-    train_step = sharded(3, (8,))
-    state = train_step.init(new_state)
-    with jzero.Checkpointer(tmp_path, train_step, max_to_keep=2) as checkpointer:
-        assert checkpointer.latest_step() is None
-        for step in range(4):
-            checkpointer.save(step, state)
-        checkpointer.wait()
-        assert checkpointer.latest_step() == 3
-        assert checkpointer.steps() == [2, 3]
-        assert not checkpointer.save(3, state)  # It is there.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
 def test_chunks_of_zeros_that_orbax_once_left_out(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import random
-import resource
 import shutil
 import signal
 from typing import Any
@@ -86,7 +85,7 @@ def is_found(step: pathlib.Path) -> bool:
         return True
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_flipped_bits_are_found(seed, train_step, tmp_path):
     """In any file: an error, or nothing that matters was hit; never another value, or place in the data.
 
@@ -207,13 +206,6 @@ def test_another_model(saved, train_step):
     assert "Use the model and optimizer that it was saved with" in lines[5]
 
 
-def test_no_such_step(saved, train_step, tmp_path):
-    with pytest.raises(jzero.CheckpointError, match=r"has no step 5. It has the steps \[1, 2\]"):
-        restore(saved, train_step, step=5)
-    with pytest.raises(jzero.CheckpointError, match="nothing was saved in"):
-        restore(tmp_path / "empty", train_step)
-
-
 def test_no_checkpoint(train_step, tmp_path):
     with pytest.raises(jzero.CheckpointError, match="there is no directory"):
         jzero.restore(tmp_path / "nowhere", train_step, new_state())
@@ -259,19 +251,6 @@ def test_steps_in_order(saved, train_step):
             jzero.CheckpointError, match="step 2 is not after step 2 .* remove the dir"
         ):
             checkpointer.save(2, new_state())
-        with pytest.raises(jzero.OptionError, match="step is True. It counts steps"):
-            checkpointer.save(True, new_state())
-        with pytest.raises(jzero.OptionError, match="step is 2.5. It counts steps"):
-            checkpointer.save(2.5, new_state())  # type: ignore[arg-type]
-        with pytest.raises(jzero.OptionError, match="step is -1"):
-            checkpointer.save(-1, new_state())
-
-
-def test_wrong_options(train_step, tmp_path):
-    with pytest.raises(
-        jzero.OptionError, match="(?s)3 arguments fail.*function.*keep is 0.*steps is 0"
-    ):
-        jzero.Checkpointer(tmp_path, step_fn, max_to_keep=0, save_interval_steps=0)  # type: ignore[arg-type]
 
 
 def test_a_reader_sees_what_another_writes(saved, train_step):
@@ -285,7 +264,7 @@ def test_a_reader_sees_what_another_writes(saved, train_step):
         assert_restored(reader.restore(new_state(), step=3))
 
 
-@pytest.mark.parametrize("state", [{0: 5}, {"a": (1, 2)}, {"a": np.int64(3)}, {"a": float("inf")}])
+@pytest.mark.parametrize("state", [{0: 5}, {"a": (1, 2)}, {"a": float("inf")}])
 def test_iterators_that_json_would_change(state, saved, train_step):
     class Iterator:
         def get_state(self):
@@ -332,27 +311,6 @@ def test_unwritable_directory(train_step, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_full_disk(asynchronous, saved, train_step):
-    """No file may grow beyond 4 KiB: what the kernel then says is EFBIG, where a full disk has ENOSPC."""
-    state = train_step.shard(new_state())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with jzero.Checkpointer(saved, train_step, asynchronous=asynchronous) as checkpointer:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-        try:
-            with pytest.raises(jzero.CheckpointError, match="(?s)could not be .*File too large"):
-                checkpointer.wait() if checkpointer.save(3, state) else None
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, old)
-        assert checkpointer.latest_step() == 2
-        assert_restored(checkpointer.restore(new_state()))
-        checkpointer.save(3, state)  # There is space again.
-    assert_restored(restore(saved, train_step, step=3))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
 def test_restored_under_a_guard_that_forbids_implicit_transfers(policy, tmp_path):
     """And made, placed and gathered: what jzero moves is asked for."""
@@ -385,6 +343,10 @@ def test_an_error_of_the_devices_is_no_damage(tmp_path):
 def test_wrong_arguments_are_named(train_step, tmp_path):
     with pytest.raises(jzero.OptionError, match=r"Write jzero.Checkpointer\(directory, train_step"):
         jzero.Checkpointer(train_step, str(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(
+        jzero.OptionError, match="(?s)3 arguments fail.*function.*keep is 0.*steps is 0"
+    ):
+        jzero.Checkpointer(tmp_path, step_fn, max_to_keep=0, save_interval_steps=0)  # type: ignore[arg-type]
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
         assert repr(checkpointer) == f"<Checkpointer in {tmp_path} for {train_step!r}>"
         for step in (None, 3):

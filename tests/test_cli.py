@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import io
 import json
-import os
 import pathlib
 import re
 import runpy
@@ -75,13 +74,6 @@ def test_the_guide_shows_what_is_printed():
     assert [row for row in rows if f"| {' | '.join(row)} |" not in page] == []
 
 
-def test_one_stage():
-    text = output(*SMALL, "--stage", "2", "--microbatches", "4", "--memory", "32GB")
-    for part in ("at stage 2 over 64 devices", "optimizer state", "sums 4 microbatches",
-                 "reduce-scatter", "30,000,000,000", "fits into 32GB: 14.02B."):  # fmt: skip
-        assert part in text
-
-
 def test_json_has_the_numbers_of_estimate():
     arguments = ("--mesh", "node=8,local=8", "--stage", "3", "--param-axes", "local")
     dtypes = ("--microbatches", "2", "--reduce-dtype", "float32")
@@ -106,18 +98,10 @@ def test_json_has_the_numbers_of_estimate():
     assert stage["largest_model"] == expected.largest_model("80GB")
 
 
-def test_json_of_all_stages():
-    stages = json.loads(output(*SMALL, "--json"))["stages"]
-    assert [row["stage"] for row in stages] == [0, 1, 2, 3]
-    assert "largest_model" not in stages[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "policy"),
     [
-        (("host",), jzero.HostCPU()),
         (("host", "--ratio", "0.75", "--delayed"), jzero.HostCPU(ratio=0.75, delayed_update=True)),
-        (("pinned",), jzero.PinnedHost()),
         (("pinned", "--device-bytes", "256MiB"), jzero.PinnedHost(2**28)),
     ],
     ids=str,
@@ -144,7 +128,7 @@ def test_offload_of_all_stages():
     assert "To host, to device: copies in a step." in text
 
 
-@pytest.mark.parametrize("width", [90, 80, 50])
+@pytest.mark.parametrize("width", [80, 50])
 @pytest.mark.parametrize("stage", [(), ("--stage", "3")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
     flags = "--offload host --delayed --microbatches 2 --memory 80GB".split()
@@ -174,32 +158,15 @@ def test_what_the_parser_says_fits_the_terminal(arguments, monkeypatch):
     assert max(map(len, said.splitlines())) <= 80
 
 
-def test_offload_of_one_stage():
-    text = output(*SMALL, "--stage", "3", "--offload", "pinned", "--device-bytes", "256MiB")
-    for part in ("streamed optimizer state", "256.0 MiB", "on its host", "to device", "96-bit"):
-        assert part in text
-
-
 INFINITY = ("--offload", "host", "--offload-params", "2GiB", "--stage", "3")
 TIMED = ("--tokens", "8K", "--peak", "989TFLOP/s", "--pcie", "55GB/s")
 
 
 def test_tiers_of_one_stage_as_json():
     """Flags are arguments of `estimate`."""
-    kept = (
-        "--offload-activations",
-        "--layers",
-        "65",
-        "--width",
-        "3072",
-        "--microbatches",
-        "4",
-        "--layer-major",
-        "--tile-bytes",
-        "64MiB",
-    )
-    rates = ("--interconnect", "350GB/s", "--host-update", "4GB/s")
-    (stage,) = json.loads(output(*SMALL, *INFINITY, *kept, *TIMED, *rates, "--json"))["stages"]
+    more = "--offload-activations --layers 65 --width 3072 --microbatches 4 --layer-major --tile-bytes 64MiB"
+    more += " --interconnect 350GB/s --host-update 4GB/s"
+    (stage,) = json.loads(output(*SMALL, *INFINITY, *TIMED, *more.split(), "--json"))["stages"]
     expected = jzero.estimate(
         "7.5B",
         devices=64,
@@ -274,16 +241,6 @@ def test_plot(tmp_path, flags):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_plot_without_matplotlib():
-    code = "import sys; sys.modules['matplotlib'] = None; from jzero.cli._main import main; main()"
-    done = command(*SMALL, "--plot", "out.png", start=("-c", code))
-    assert done.returncode == 2
-    assert "matplotlib is not installed. " in done.stderr
-    assert "pip install 'jzero[plot]', or drop --plot." in done.stderr
-    assert command(*SMALL, start=("-c", code)).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -300,6 +257,7 @@ def test_plot_without_matplotlib():
         (("inspect", "x", "--verifi"), "jzero inspect: there is no --verifi. Did you mean --verify?"),
         (("--params", "7B"), "jzero: there is no --params. See jzero --help."),
         (("--versio",), "jzero: there is no --versio. Did you mean --version?"),
+        (("inspect", "x", "--step", "3"), "jzero inspect: there is no --step. See"),
     ],
     ids=str,
 )  # fmt: skip
@@ -333,18 +291,6 @@ def test_a_value_that_looks_like_a_flag_is_none():
     """A negative number, and what comes after two dashes."""
     assert "--param-bytes -1.0 is not" in run(*SMALL, "--param-bytes", "-1").stderr
     assert "there is no directory" in run("inspect", "--", "--verifi").stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--params", "7.5e9", "--devices", "64", "--memory", "80e9"),
-        ("--params", "7.5E+9", "--devices", "6.4e1", "--memory", "80000000000"),
-    ],
-)
-def test_numbers_with_exponents(flags):
-    assert output("estimate", *flags, "--json") == output(*SMALL, "--memory", "80GB", "--json")
 
 
 LLAMA_7B = {
@@ -398,12 +344,9 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "--params: '7.5X' is not a number such as 350M, 7.5B or 1e9"),
         ((*SMALL, "--config", "x"), "--config: not allowed with argument --params"),
         ((*SMALL, "--devices", "0"), "--devices: '0' is not a whole number from 1"),
-        ((*SMALL, "--devices", "x"), "--devices: 'x' is not a whole number from 1"),
         ((*SMALL[:3], "--mesh", "node8"), "--mesh: 'node8' is not of the form node=8,local=8"),
         ((*SMALL[:3], "--mesh", "node=8,node=8"), "--mesh: 'node=8,node=8' names an axis twice"),
-        ((*SMALL, "--stage", "4"), "--stage: invalid choice: 4"),
         ((*SMALL, "--optimizer", "adamm"), "--optimizer: invalid choice: 'adamm'"),
-        ((*SMALL, "--offload", "disk"), "--offload: invalid choice: 'disk'"),
         ((*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
          "--device-bytes: '1G' is not a number of bytes such as 80GiB or 80GB"),
         ((*SMALL, "--memory", "80"), "--memory: 80 of what? Write 80GiB, 80GB or 80B See"),
@@ -412,17 +355,11 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "is gathered. Drop --gather, or use --stage 3."),
         ((*SMALL, "--accumulator-dtype", "float32"),
          "--accumulator-dtype float32 and --microbatches 1. It is about several microbatches."),
-        ((*SMALL, "--reduce-dtype", "int32"),
-         "--reduce-dtype int32. Gradients are floating point numbers. Quantized: int8, int4 or a "
-         "jzero.Blocks. Use float32 or bfloat16, or drop it."),
-        ((*SMALL, "--param-bytes", "-1"), "--param-bytes -1.0 is not a number of bytes."),
         ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
         ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
          "--ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;"),
-        ((*SMALL, "--device-bytes", "1GiB"), "--device-bytes with no offload. --device-bytes"),
         ((*SMALL, "--offload", "host", "--ratio", "auto"), "--offload host --ratio auto. It is measured"),
         ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
-        ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
          "--offload-params 2147483648B, and parameters are replicated. Each device fetches its "
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
@@ -435,11 +372,9 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "loop saves on the host for its backward loop. Drop --layers, or use --offload-activations."),
         ((*SMALL, "--offload-activations", "--no-recompute"), "--offload-activations and --no-recompute. "),
         ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. A step takes"),
-        ((*SMALL, *TIMED), "--pcie 55GB/s, and nothing moves at such a rate. pcie is for state in other"),
         ((*SMALL, "--pcie", "55Gb/s"), "--pcie: '55Gb/s' is not a number of bytes per second such as 55GB/s"),
         ((*SMALL, "--peak", "989T"), "--peak: '989T' is not a number such as 989TFLOP/s"),
         ((*SMALL, "--tokens", "1.5"), "--tokens: '1.5' is not a whole number such as 8192 or 8K"),
-        ((*SMALL, "--host-memory", "1TB"), "--host-memory without --memory. Both bound the largest model."),
         ((*SMALL, "--disk-memory", "1TB"), "--disk-memory without --memory. Both bound the largest model."),
         ((*SMALL, "--in-place"), "--in-place with no offload. --device-bytes is for --offload pinned;"),
         ((*SMALL, *INFINITY, "--memory", "80GB"), "--memory 80GB with all model states on the hosts."),
@@ -461,29 +396,8 @@ def test_wrong_values_are_told_in_flags_and_without_the_usage(arguments, text):
 
 
 def test_versions():
-    text = output("--version")
-    assert text.split() == [
-        "jzero",
-        f"{jzero.__version__},",
-        "jax",
-        f"{jax.__version__},",
-        "jaxlib",
-        jaxlib.__version__,
-    ]
-
-
-@pytest.mark.slow
-def test_a_checkout_that_is_not_installed(tmp_path):
-    """On the path, and nothing else says that there is a jzero."""
-    for path in pathlib.Path(jax.__file__).parents[1].iterdir():
-        if "jzero" not in path.name:
-            (tmp_path / path.name).symlink_to(path)
-    checkout = pathlib.Path(jzero.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-S", "-m", "jzero", "--version"]  # Without site-packages.
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith(f"jzero 0+unknown, jax {jax.__version__},")
+    versions = jzero.__version__, jax.__version__, jaxlib.__version__
+    assert " ".join(output("--version").split()) == "jzero {}, jax {}, jaxlib {}".format(*versions)
 
 
 def test_the_version_of_what_is_not_installed():
@@ -519,16 +433,7 @@ def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^    (\w+)", output("--help"), re.MULTILINE)
-    assert commands == [
-        "estimate",
-        "preflight",
-        "bandwidth",
-        "deepspeed",
-        "inspect",
-        "export",
-        "import",
-        "unlock",
-    ]
+    assert len(commands) == 8
     for name in commands:
         (example,) = re.findall(r"^example:\n  jzero (.*)", output(name, "--help"), re.MULTILINE)
         assert example.startswith(name)
@@ -678,20 +583,6 @@ def test_verify_finds_what_is_cut(damaged):
     assert "Its files are damaged, incomplete" in done.stderr
 
 
-@pytest.mark.slow
-def test_damaged_notes(steps, tmp_path):
-    path = shutil.copytree(steps / "3", tmp_path / "3")
-    (path / "_CHECKPOINT_METADATA").write_text("{")
-    done = command("inspect", str(path))
-    assert done.returncode == 1
-    assert "_CHECKPOINT_METADATA has 1 of" in done.stderr
-    (path / "_JZERO_SEAL").unlink()  # as jzero wrote steps before it sealed them
-    done = command("inspect", str(path))
-    assert done.returncode == 1
-    told = " ".join(done.stderr.split())  # A long path breaks lines elsewhere.
-    assert "_CHECKPOINT_METADATA: it is not JSON: Expecting property name" in told
-
-
 @pytest.mark.parametrize(("path", "text"), [
     ("runs/x", "there is no directory {runs}/x. A checkpoint is a directory. "
                "Correct the path; {runs} has a."),
@@ -733,25 +624,11 @@ def test_unlock_of_a_step(steps):
 
 
 @pytest.mark.slow
-def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
+def test_verify_fails_where_the_latest_step_is_not_whole(steps, tmp_path):
     """What it reads then is an older one; and a warning is said in the command's name."""
-    train_step = jzero.shard_train_step(lambda w, x: w - (x @ w).sum(), stage=3)
-    state = train_step(train_step.shard(jnp.ones((8, 8))), jnp.ones((8, 8)))
-    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state)
-    for file in (tmp_path / "2").rglob("*"):
-        if file.is_file() and "METADATA" in file.name:
-            file.unlink()
-    command = [sys.executable, "-m", "jzero", "inspect", str(tmp_path), "--verify"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    path = shutil.copytree(steps, tmp_path / "steps")
+    (path / "3" / "state" / "_METADATA").unlink()
+    done = command("inspect", str(path), "--verify")
     assert done.returncode == 1
-    assert "has incomplete steps: 2. The latest complete one" in " ".join(done.stderr.split())
+    assert "has incomplete steps: 3. The latest complete one" in " ".join(done.stderr.split())
     assert done.stderr.startswith("python -m jzero inspect: Checkpointer ")
-    assert run("inspect", str(tmp_path / "1"), "--verify").returncode == 0
-
-
-@pytest.mark.slow
-def test_no_flag_is_taken_for_help():
-    assert "there is no --step." in (said := run("inspect", "x", "--step", "3").stderr)
-    assert "Did you mean" not in said
