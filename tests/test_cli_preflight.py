@@ -25,7 +25,6 @@ w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 setup = lambda: (step_fn, functools.partial(jnp.zeros, w.shape), batch)
 stage_1 = lambda: (jzero.shard_train_step(step_fn, stage=1), w, batch)
 nodes = lambda: (jzero.shard_train_step(step_fn, mesh=jax.make_mesh((2, 4), ("a", "b"))), w, batch)
-number = lambda: 3
 alone = lambda: (step_fn,)
 no_step = lambda: ([], w, batch)
 no_init = lambda: (step_fn, step_fn, batch)
@@ -70,25 +69,21 @@ def refused(*arguments):
     [
         ("train", "It is MODULE:FUNCTION; the function returns (step, init, batch). Write train:setup"),
         (":setup", "Write train:setup for setup of train.py."),
-        ("train.py:setup", "'train.py:setup' names a file."),
         ("./a/train.py:setup", "Write a.train:setup, a module from here."),
-        ("trian:setup", "there is no module trian in "),
         ("no.such:setup", "there is no module no.such in "),
         ("needs:setup", "needs imports no_such_package, which is not installed."),
         ("broken:setup", "import of broken raises SyntaxError in line "),
-        ("train:stup", "train has no function stup."),
         ("train:stup", "Did you mean train:setup?"),
         ("train:w", "train has no function w."),
-        ("train:number", "train:number() returns int, not (step, init, batch)."),
         ("train:alone", "train:alone() returns a tuple of 1, not (step, init, batch)."),
         ("train:no_step", "train:no_step() returns list first, not a step."),
         ("train:no_init", "init of train:no_init() takes the arguments (w, batch). It is MODULE:FUNCTION"),
         ("train:bad_init", "init of train:bad_init() raises TypeError in line "),
         ("train:no_batch", "train:no_batch() returns no batch."),
         ("train:swapped", "is no step of a state and the batch: it takes no arguments."),
-        ("train:fails", "train:fails() raises TypeError in line 23 of "),
-        ("train:ends", "train:ends() raises SystemExit in line 26 of "),
-        ("train:imports", "train:imports() raises ModuleNotFoundError in line 29 of "),
+        ("train:fails", "train:fails() raises TypeError in line 22 of "),
+        ("train:ends", "train:ends() raises SystemExit in line 25 of "),
+        ("train:imports", "train:imports() raises ModuleNotFoundError in line 28 of "),
     ],
 )  # fmt: skip
 def test_a_function_that_is_none(function, text):
@@ -107,8 +102,7 @@ def test_a_function_that_is_none(function, text):
         (("--bandwidth", "fast"), "--bandwidth: 'fast' is not of the form node=100Gb/s,local=450GB/s"),
         (("--bandwidth", "data=0"), "--bandwidth: '0' along data. It is what a device sends, and "
          "receives, above 0, in bytes per second or in bits: '450GB/s', '100Gb/s'"),
-        (("--bandwidth", "data=-1GB/s"), "--bandwidth: '-1GB/s' along data. It is what a device sends"),
-        (("--bandwidth", "node=1GB/s"), "--bandwidth"),
+
         (("--search_batch",), "there is no --search_batch. Did you mean --search-batch?"),
         ((), "the following arguments are required"),
     ],
@@ -138,7 +132,7 @@ def test_what_to_install_where_nothing_compiles():
 
 def test_what_the_step_raises_has_its_line():
     gpu_compiler.skip_without_it()
-    assert "the step of train:bug() raises NameError in line 20 of " in refused("train:bug")
+    assert "the step of train:bug() raises NameError in line 19 of " in refused("train:bug")
 
 
 def test_what_preflight_prints():

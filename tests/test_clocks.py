@@ -131,13 +131,7 @@ def test_transfers_alone():
     assert (found.from_host_seconds, found.to_host_seconds, found.kernel_bytes) == (4.0, 0, 0)
     found = modelled(program(named(SEND, "t"), named(SENT, "t")))
     assert (found.from_host_seconds, found.to_host_seconds) == (0, 4.0)
-
-
-@pytest.mark.parametrize(("products", "exposed"), [(1, 2.0), (2, 0.0), (3, 0.0)])
-def test_a_copy_behind_products(products, exposed):
-    found = modelled(program(named(FETCH, "f"), *[PRODUCT] * products, named(FETCHED, "f")))
-    assert found.exposed_copy_seconds == exposed
-    assert found.step_seconds == 2.0 * products + exposed
+    assert hidden_share(found.collectives) is None
 
 
 def test_each_way_has_a_stream():
@@ -220,17 +214,6 @@ def test_hidden_is_the_share_of_a_collective_s_time_that_nothing_waits_for(besid
     assert exposed_of(modelled(twice, twice)) == [(2 * found.exposed_seconds, 8.0)]
 
 
-def test_collectives_that_run_side_by_side_share_the_wait():
-    """The short one is awaited until 2 s, at half the rate; then the long one has 3 of its 4 s left."""
-    text = program(
-        named(GATHER, "long"), named(SHORT, "short"), named(SHORT_DONE, "short"),
-        named(GATHERED, "long"),
-    )  # fmt: skip
-    assert exposed_of(modelled(text, under_way=2)) == [(1.0 + 3.0, 4.0), (1.0, 1.0)]
-    # One after the other: until 4 s the wait for the short one is for the long one.
-    assert exposed_of(modelled(text)) == [(4.0, 4.0), (1.0, 1.0)]
-
-
 def test_no_collective_is_hidden_by_less_than_nothing():
     """Nothing else runs: rounding, or links that are shared, must not make it `-0 %`."""
     (gather,) = modelled(program(named(GATHER, "g"), named(GATHERED, "g"))).collectives
@@ -238,10 +221,6 @@ def test_no_collective_is_hidden_by_less_than_nothing():
     assert f"{100 * late.hidden:.0f} %" == "0 %"
     shared = gather._replace(exposed_seconds=1.2 * gather.seconds)
     assert hidden_share([shared]) == 0
-
-
-def test_a_step_without_collectives_has_no_hidden_share():
-    assert hidden_share(modelled(program(PRODUCT)).collectives) is None
 
 
 BODY = """\

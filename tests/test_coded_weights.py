@@ -86,14 +86,12 @@ def assert_as_one_device(eval_step, coded, *args, tolerance=1e-5):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
 
 
-@pytest.mark.slow(but=[4, 5])
+@pytest.mark.slow(but=[2, 3])
 @pytest.mark.parametrize(
     ("num", "codes", "dtype", "compute", "options"),
     [
         (1, INT8, jnp.float32, jnp.float32, {}),
-        (2, INT4, jnp.bfloat16, jnp.bfloat16, {"gather": "once_per_step"}),
-        (4, INT8, jnp.float32, jnp.bfloat16, {"gather": "per_pass"}),
-        (4, INT4, jnp.float32, jnp.float32, {}),
+        (4, INT4, jnp.float32, jnp.bfloat16, {"gather": "per_pass"}),
         (4, INT8, jnp.bfloat16, jnp.float32, {"offload_params": jzero.PinnedHost(device_bytes=2**17)}),
         (2, INT8, jnp.float32, jnp.float32, {"offload_params": "files"}),
     ],
@@ -141,9 +139,8 @@ def by_hand(w, dim, num, blocks, first):
     return whole[tuple(map(slice, w.shape))]
 
 
-@pytest.mark.slow(but=["4"])
-@pytest.mark.parametrize("num", [1, 4])
-def test_each_part_of_each_matrix_has_blocks_of_its_own(num):
+def test_each_part_of_each_matrix_has_blocks_of_its_own():
+    num = 4
     blocks, tokens, params = jzero.Blocks("int8", size=64), np.arange(4), new_params()
     eval_step = jzero.shard_eval_step(generate, weight_dtype=blocks, mesh=small.auto_mesh(data=num))
     coded = eval_step.shard(params, tokens)
@@ -171,11 +168,10 @@ def by_index(w, x):
     return lax.fori_loop(0, 3, lambda i, h: h @ w[i], x)
 
 
-@pytest.mark.slow(but=[2, 3])
+@pytest.mark.slow(but=[1, 2])
 @pytest.mark.parametrize(
     ("shape", "rows", "fn"),
     [
-        ((512, 16, 16), (512, 1, 272), over_stack),  # Devices have some of the rows.
         ((1100, 4, 4), (4, 4676), over_stack),  # Matrices smaller than a block: one row of all.
         ((3, 2, 128, 128), (3, 2, 4, 4352), lambda w, x: over_stack(w[:, 1], x) @ w[2][0]),
         ((512, 16, 16), (512, 1, 272), by_index),
@@ -206,22 +202,6 @@ def test_an_index_far_below_zero_is_clamped_and_counted_from_the_end_once():
     coded = eval_step.shard(w, x, jnp.int32(0))
     for i in (-1, -len(w) - 1, -len(w) - 2, len(w) + 1):
         assert_as_one_device(eval_step, coded, x, jnp.int32(i))
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_comes_back_and_is_no_error():
-    w = np.ones((256, 128), np.float32)
-    w[0, 0], w[5, 5] = np.inf, np.nan
-    eval_step = jzero.shard_eval_step(
-        lambda w, x: x @ w, weight_dtype=jnp.int4, mesh=small.auto_mesh(data=2)
-    )
-    coded = eval_step.shard(w, np.ones((4, 256), np.float32))
-    found = np.asarray(coded)
-    assert np.isinf(found[0, 0])
-    assert np.isnan(found[5, 5])
-    assert np.isfinite(found).sum() == w.size - 2
-    assert coded.error.rms < 1e-6
-    assert np.asarray(eval_step(coded, np.ones((4, 256), np.float32)))[0, 0] > 1e30
 
 
 def test_a_decoding_loop_keeps_codes_where_weights_have_no_room(monkeypatch):

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -48,25 +47,8 @@ def max_over_rows(w, x):
     return jnp.sum(jnp.max(x @ w["a"], axis=0) ** 2) + jnp.sum(jnp.min(x**2 @ w["a"], axis=0))
 
 
-def segment_max(w, x):
-    return jnp.sum(jax.ops.segment_max(x @ w["a"], jnp.arange(ROWS) % 3, 3) ** 2)
-
-
 def max_over_parameter(w, x):
     return jnp.max(w["a"]) ** 2 * jnp.mean(x @ w["a"]) + jnp.linalg.norm(w["b"], jnp.inf)
-
-
-def cross_entropy(w, x):
-    labels = jnp.arange(ROWS) % CLASSES
-    logits = x @ w["a"] + w["b"][None]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def batch_norm(w, x):
-    h = x @ w["a"]
-    mean, var = h.mean(0, keepdims=True), h.var(0, keepdims=True)
-    h = (h - mean) / jnp.sqrt(var + 0.1) * w["b"][None]
-    return jnp.mean(jax.nn.relu(h) ** 2) + jnp.max(h)
 
 
 def checkpointed_scan(w, x):
@@ -79,8 +61,7 @@ def checkpointed_scan(w, x):
 
 
 LOSSES = [
-    relu_at_zero, straight_through, solve, max_over_rows, segment_max, max_over_parameter,
-    cross_entropy, batch_norm, checkpointed_scan,
+    relu_at_zero, straight_through, solve, max_over_rows, max_over_parameter, checkpointed_scan,
 ]  # fmt: skip
 Step = Callable[[Any, Any], Any]
 
@@ -150,7 +131,7 @@ def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow(but=["solve-eval-8", "checkpointed_scan-eval-1"])
-@pytest.mark.parametrize("num", [1, 2, 8])
+@pytest.mark.parametrize("num", [1, 8])
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equal_those_of_the_plain_step(loss, trains, num):
@@ -160,18 +141,6 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
     take = jax.jit(lambda w, x: derivatives(step, w, x, loss is straight_through))
     found = take(state, batch_of())
     assert_close(found, plain(loss, trains))
-
-
-@pytest.mark.slow
-def test_without_jit():
-    for loss in (straight_through, max_over_rows):
-        step = sharded(loss, False, small.auto_mesh(data=8))
-        state = step.shard(params_of())
-        found = derivatives(step, state, batch_of(), loss is straight_through)
-        assert_close(found, plain(loss, False))
-    step = sharded(train_step_of(relu_at_zero), True, small.auto_mesh(data=8), donate=False)
-    found = derivatives(step, step.shard(params_of()), batch_of())
-    assert_close(found, plain(relu_at_zero, True))
 
 
 @pytest.mark.slow
@@ -296,41 +265,13 @@ def test_effects_and_callbacks():
 
 
 @pytest.mark.slow
-def test_optimizer_state_on_the_host_or_in_files(tmp_path):
-    tx = optax.adam(0.1)
-
-    def step(state, x):
-        params, opt = state
-        loss, grads = jax.value_and_grad(max_over_rows)(params, x)
-        updates, opt = tx.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), opt), loss
-
-    # Those in files are updated in float32.
-    w, x = jax.tree.map(lambda x: x.astype(jnp.float32), (params_of(), batch_of()))
-    expected = jax.grad(max_over_rows, (0, 1))(w, x)
-    for offload in (
-        jzero.PinnedHost(device_bytes=2**20),
-        jzero.HostCPU(),
-        jzero.NVMe(str(tmp_path), host_bytes=2**24),
-    ):
-        train_step = jzero.shard_train_step(
-            step,
-            mesh=small.auto_mesh(data=2),
-            axes=jzero.Axes(min_shard_bytes=0),
-            memory=offload,
-        )
-        eval_step = jzero.shard_eval_step(lambda s, x: max_over_rows(s[0], x), like=train_step)
-        state = train_step.shard((w, tx.init(w)), x)
-        found = jax.grad(lambda w, x: eval_step((w, state[1]), x), (0, 1))(state[0], x)  # noqa: B023
-        assert_close(found, expected, 1e-5)
-        with pytest.raises(jzero.OptionError, match="jax.jit, or differentiated.* of jax.grad"):
-            jax.grad(lambda x: train_step(state, x)[1])(x)  # noqa: B023
-        assert_close(state[0], w)  # Nothing has run.
-
-
-@pytest.mark.slow
 def test_refused():
     w, x = params_of(), batch_of()
+    hosted = small.shard_train_step(
+        train_step_of(max_over_rows), mesh=small.auto_mesh(data=2), memory=jzero.HostCPU()
+    )
+    with pytest.raises(jzero.OptionError, match="jax.jit, or differentiated.* of jax.grad"):
+        jax.grad(lambda x: hosted(w, x)[1]["loss"])(x)
     written = jzero.shard_eval_step(
         lambda w, x: jax.lax.pmean(x @ w["a"], "data"), mesh=small.auto_mesh(data=2)
     )
@@ -349,7 +290,7 @@ def test_refused():
         coded_step,
         jzero.shard_eval_step(lambda w, x: x @ w, mesh=small.auto_mesh(data=2)),
     ):
-        with pytest.raises(jzero.OptionError, match="state in codes .* or differentiated"):
+        with pytest.raises(jzero.OptionError, match="state quantized .* or differentiated"):
             jax.grad(lambda x: total(step(coded, x)))(x)  # noqa: B023
     forward = sharded(straight_through, False, small.auto_mesh(data=2))
     with pytest.raises(TypeError, match="forward-mode"):

@@ -22,10 +22,6 @@ from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._tables import Table
 from small import grouped
 
-WORDS = st.sampled_from(
-    ["w", "bias", "h_0", "h_1", "h_2", "h_07", "h_10", "x9y", "²", "{a}", "...", "1.5"]
-)
-NAMES = st.lists(st.lists(WORDS, min_size=1, max_size=3).map("/".join), max_size=30)
 SIZES = r"\d[\d,]*(?:\.\d+)? (?:[KMGT]iB|B)\b"
 
 
@@ -69,10 +65,10 @@ def described(case):
             state, jnp.ones((8, 4))
         )
     options = {
-        "accumulate": dict(accumulate=2, mesh=mesh(data=8)),
-        "hybrid": dict(mesh=mesh(a_node_with_a_long_name=64, local=8), param_axes="local"),
+        "hybrid": dict(
+            mesh=mesh(a_node_with_a_long_name=64, local=8), param_axes="local", accumulate=2
+        ),
         "pinned": dict(offload=jzero.PinnedHost(2**12), mesh=mesh(data=8)),
-        "host": dict(offload=jzero.HostCPU(), mesh=mesh(data=8)),
         "written": dict(axis_name="batch", mesh=mesh(data=8)),
     }[case]
     model = programs.Model(depth=3, scan=False)
@@ -129,10 +125,7 @@ def byte_counts(found):
     yield from (found["device_bytes"], micro["accumulator_bytes"], sum(kept), *kept)
 
 
-@pytest.mark.slow(but=["hybrid", "pinned", "written"])
-@pytest.mark.parametrize(
-    "case", ["300 leaves", "accumulate", "hybrid", "pinned", "host", "written"]
-)
+@pytest.mark.parametrize("case", ["hybrid", "pinned", "written"])
 def test_reports_fit_a_terminal_and_say_what_their_dicts_say(case):
     report = described(case)
     text, found = str(report), report.to_dict()
@@ -208,13 +201,6 @@ def test_a_fold_stands_for_exactly_its_names(parts):
     assert [each.num for each in found] == [len(expand(each.text)) for each in found]
 
 
-@pytest.mark.slow
-@given(NAMES)
-@settings(max_examples=60, deadline=None)
-def test_no_name_is_lost_in_a_fold(names):
-    assert sum(each.num for each in folded(names)) == len(set(names))
-
-
 def test_folded_names_in_one_line():
     assert listed([f"h_{i}" for i in range(12)] + ["x", "y.z"], 2) == "h_{0..11}, x and 1 more"
     assert folded([f"[{c}]" for c in "bcdefghijk"])[0] == ("[{b,c,d,e,f,g,...}]", 10)
@@ -239,7 +225,7 @@ def test_a_size_stays_with_its_unit():
     assert wrapped("/a/bcdefgh 12 B", width=5, cut=False) == ["/a/bcdefgh", "12 B"]
 
 
-@pytest.mark.parametrize("width", [80, 60, 40, 30])
+@pytest.mark.parametrize("width", [80, 30])
 def test_tables_keep_their_numbers(width):
     cells = [
         (f"{'row' * 12}_{i}", *(f"{i}.{j} GiB" for j in range(5)), "a remark of some length")
@@ -255,35 +241,23 @@ def test_tables_keep_their_numbers(width):
 
 def test_estimates_as_dict_and_text():
     for options in (
-        dict(offload=jzero.HostCPU(delayed_update=True)),
-        dict(accumulate=4, gather="keep"),
-        {},
+        {"offload": jzero.HostCPU(delayed_update=True)},
+        {"accumulate": 4, "gather": "keep"},
     ):
-        found = jzero.estimate(
-            "1T",
-            **grouped(
-                devices={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
-            ),
-        )
+        devices = {"a_node_with_a_long_name": 64, "local": 8}
+        found = jzero.estimate("1T", **grouped(devices=devices, param_axes="local", **options))
         rows, text = found.to_dict(), str(found)
         assert json.loads(json.dumps(rows)) == rows
         assert max(map(len, text.splitlines())) <= WIDTH
         assert readable_count(rows["num_params"]) in text
         one_line = " ".join(text.split())
         for row in rows["memory"]:
-            assert (
-                f"{row['role']} {readable_bytes(row['whole'])} {readable_bytes(row['per_device'])}"
-                in one_line
-            )
-        assert all(
-            f"{row['elements']:,} {readable_bytes(row['bytes'])}" in one_line
-            for row in rows["traffic"]
-        )
-        assert (rows["total"], rows["at_rest"], rows["on_host"]) == (
-            found.total,
-            found.at_rest,
-            found.on_host,
-        )
+            sizes = f"{readable_bytes(row['whole'])} {readable_bytes(row['per_device'])}"
+            assert f"{row['role']} {sizes}" in one_line
+        for row in rows["traffic"]:
+            assert f"{row['elements']:,} {readable_bytes(row['bytes'])}" in one_line
+        for name in ("total", "at_rest", "on_host"):
+            assert rows[name] == getattr(found, name)
 
 
 def epoch_of(tx):
@@ -351,14 +325,13 @@ def policy_epochs(state, batch, bounds, key):
     return (params, opt_state), losses.mean()
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_only_loops_of_the_step_over_an_argument_are_listed(microbatches):
+def test_only_loops_of_the_step_over_an_argument_are_listed():
     """Two bounds, two microbatches and two epochs: no loop runs over the bounds."""
     state = {"w": jnp.ones((16, 8))}, ()
     batch = jnp.ones((128, 16)), jnp.ones((128, 8))
     bounds = jnp.stack([-jnp.ones(8), jnp.ones(8)])
     train_step = jzero.shard_train_step(
-        policy_epochs, microbatches=microbatches, axes=jzero.Axes(min_shard_bytes=0)
+        policy_epochs, microbatches=2, axes=jzero.Axes(min_shard_bytes=0)
     )
     report = train_step.describe(state, batch, bounds, jax.random.key(0))
     assert report.looped == ()
