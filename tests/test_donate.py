@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 import jzero
 import small
+from jzero._quantities import readable_bytes
 from small import grouped
 
 TX = optax.adam(1e-2)
@@ -103,12 +104,8 @@ def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
                     use(leaf)
         for name, leaf in old.items():
             assert leaf.is_deleted()
-            like = new[name]
-            assert (leaf.shape, leaf.dtype, leaf.sharding) == (
-                like.shape,
-                like.dtype,
-                like.sharding,
-            )
+            for what in ("shape", "dtype", "sharding"):
+                assert getattr(leaf, what) == getattr(new[name], what)
     del views
 
 
@@ -120,9 +117,7 @@ def refused(call: Callable[[], Any], who: str, names: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"offload": jzero.PinnedHost()}, {"offload": jzero.HostCPU()}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"offload": jzero.HostCPU()}], ids=str)
 def test_every_way_back_names_the_leaves_and_what_to_do(options, tmp_path):
     train_step = sharded(**options)
     evaluate = jzero.shard_eval_step(lambda s, x: (x @ s["params"]["w"]).sum(), like=train_step)
@@ -169,12 +164,9 @@ def test_an_argument_that_a_step_has_consumed_is_named(rows):
 # -- donate=False ----------------------------------------------------------------------------------
 PINNED = jzero.PinnedHost()
 CASES: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
-    "accumulate": {"accumulate": 2},
+    "stage 1": {"stage": 1},
     "pinned": {"offload": PINNED},
-    "pinned parameters": {"offload_params": PINNED},
     "both pinned": {"offload": PINNED, "offload_params": PINNED, "accumulate": 2},
-    "activations": {"offload_activations": PINNED},
 }
 
 
@@ -196,25 +188,6 @@ def test_the_old_state_stays_and_trains_alike(name):
     assert ("pinned_host" in kinds) == ("pinned" in name)
 
 
-@pytest.mark.slow
-def test_a_leaf_that_is_an_argument_too():
-    keeps = jzero.shard_train_step(
-        lambda w, x: (w + x, x.sum()), mesh=small.auto_mesh(data=2), donate=False
-    )
-    w = keeps.shard(jnp.ones((8, 8)), X[:, :8])
-    new, total = keeps(w, w)
-    assert (float(new[0, 0]), float(total), float(w[0, 0])) == (2, 64, 1)
-
-
-@pytest.mark.slow
-def test_under_an_outer_jit():
-    keeps = sharded(donate=False)
-    state, expected = keeps.init(new_state), sharded()(new_state(), X)
-    found = jax.jit(keeps)(state, X)
-    for x, y in zip(numbers(found), numbers(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("options", [{}, {"offload": PINNED}], ids=str)
 def test_two_threads_may_step_one_state(options):
     keeps = sharded(donate=False, **options)
@@ -225,16 +198,6 @@ def test_two_threads_may_step_one_state(options):
             assert_equal(numbers(found), expected)
 
 
-@pytest.mark.slow
-def test_a_program_has_no_alias_for_what_stays():
-    state = sharded().init(new_state)
-    aliased = [
-        sharded(donate=donate).lower(state, X).compile().memory_analysis().alias_size_in_bytes
-        for donate in (True, False)
-    ]
-    assert aliased[0] > 0 == aliased[1]
-
-
 FILES = functools.partial(jzero.NVMe, "unused")
 
 
@@ -242,11 +205,9 @@ FILES = functools.partial(jzero.NVMe, "unused")
     "options",
     [
         {"offload": jzero.HostCPU()},
-        {"offload": FILES()},
-        {"offload": jzero.HostCPU(), "offload_params": PINNED},
         {"offload": FILES(), "offload_params": FILES(device_bytes=2**20)},
     ],
-    ids=["HostCPU", "NVMe", "HostCPU, parameters pinned", "NVMe, parameters too"],
+    ids=["HostCPU", "NVMe, parameters too"],
 )
 def test_what_hosts_write_over_cannot_stay(options):
     with pytest.raises(jzero.OptionError, match=r"donate=False and .*update their state in place"):
@@ -264,7 +225,7 @@ def test_describe_and_estimate_count_it(options):
     here = report.plan.nbytes_at_rest()
     assert not report.to_dict()["donates"]
     text = " ".join(str(report).split())
-    assert f"which takes {jzero_bytes(here)} of each device" in text
+    assert f"which takes {readable_bytes(here)} of each device" in text
     assert ("of its host beside the new one" in text) == bool(options)
     assert "donate=False" not in str(sharded(**options).describe(jax.eval_shape(new_state), X))
 
@@ -273,9 +234,3 @@ def test_describe_and_estimate_count_it(options):
     )
     assert twice.total - once.total == once.at_rest == twice.at_rest
     assert twice.on_host - once.on_host == sum(m.on_host for m in once.memory if m.at_rest)
-
-
-def jzero_bytes(nbytes: int) -> str:
-    from jzero._quantities import readable_bytes
-
-    return readable_bytes(nbytes)

@@ -82,16 +82,6 @@ def in_order(w, x):
     return w, loss
 
 
-def in_layers(w, x):
-    """A loop that each microbatch runs, in both passes; of the state alone."""
-
-    def act(i, h):
-        tell("layer", i, w.sum(), ordered=False)
-        return h
-
-    return descent(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2), w, x)
-
-
 def in_layers_and_order(w, x):
     tell("before", w[0])
 
@@ -128,19 +118,6 @@ def in_a_checkpoint(w, x):
     return descent(fn, w, x)
 
 
-def answers(w, x):
-    """Several answers, of several dtypes, of which some are not read."""
-    scale, _, is_large = ask(
-        "ask", lambda x, s: (x.sum(0) / 100, np.int32(3), np.bool_(s > 0)), x, w.sum()
-    )
-    ask("unread", lambda s: s * 2, x.sum())
-    rows = ask("rows", lambda x: np.cumsum(x, 0) / 100, x)
-    w, loss = descent(
-        lambda w, x: mean_square(w * jnp.where(is_large, scale, 1)[None], x + rows), w, x
-    )
-    return w, (loss, rows)
-
-
 def answers_in_layers(w, x):
     """Each layer waits for an answer, which is about the state."""
 
@@ -164,23 +141,10 @@ def answers_that_steer(w, x):
     return descent(lambda w, x: mean_square(w * scale, x), w, x)
 
 
-def of_single_rows(w, x):
-    """In `jax.vmap`: for each row."""
-
-    def of_row(row):
-        jax.debug.callback(functools.partial(note, "row"), row.sum())
-        return lax.while_loop(lambda h: h.sum() > 1, lambda h: h / 2, row**2)
-
-    return descent(lambda w, x: mean_square(w, jax.vmap(of_row)(x)), w, x)
-
-
 ORDERED = {fn.__name__: fn for fn in (in_order, in_layers_and_order, in_two_loops)}
 STEPS = ORDERED | {
-    fn.__name__: fn
-    for fn in (
-        in_layers, in_a_checkpoint, answers, answers_in_layers, answers_that_steer, of_single_rows,
-    )
-}  # fmt: skip
+    fn.__name__: fn for fn in (in_a_checkpoint, answers_in_layers, answers_that_steer)
+}
 
 
 def trained(step, state, x):
@@ -217,8 +181,7 @@ def drawn():
 
 
 @pytest.mark.slow(but=["in_order-1-2"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("num", [1, 2, 8])
+@pytest.mark.parametrize(("num", "accumulate"), [(1, 2), (8, 1), (8, 2)])
 @pytest.mark.parametrize("name", STEPS)
 def test_as_under_jit(name, num, accumulate):
     w, x = drawn()
@@ -266,13 +229,8 @@ def in_stacked_layers(ws, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"stage": 1}, {"stage": 2}, {"gather": "keep"}, {"prefetch_bytes": 0},
-        {"accumulate": 2}, {"accumulate": 2, "reduce": "each"}, {"reduce_dtype": jnp.float32},
-    ],
-    ids=str,
-)  # fmt: skip
+    "options", [{}, {"gather": "keep"}, {"accumulate": 2}, {"reduce_dtype": jnp.float32}], ids=str
+)
 def test_passes_keep_the_order(options):
     """Layers are pipelined: the last one stands behind the loop."""
     ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]

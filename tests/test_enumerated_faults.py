@@ -58,18 +58,13 @@ def test_operations_are_logged(children, tmp_path):
     assert (tmp_path / "root" / "file").read_bytes() == b"0123456789"
 
 
-@pytest.mark.slow(but=[1, 3, 5, 6])
 @pytest.mark.parametrize(
     ("fault", "ended", "name", "content"),
     [
-        (Fault("kill", 2), (-9, []), "file.tmp", b""),
         (Fault("tear", 2), (-9, []), "file.tmp", b"01234"),
-        (Fault("tear", 5), (-9, []), "file.tmp", b"0123456789"),
         (Fault("fail", 3, "EIO"), (0, [{"errno": errno.EIO}]), "file.tmp", b"0123456789"),
-        (Fault("fail", 4, "EDQUOT"), (0, [{"errno": errno.EDQUOT}]), "file.tmp", b"0123456789"),
         (Fault("fail_from", 2, "ENOSPC"), (0, [{"errno": errno.ENOSPC}]), "file.tmp", b""),
         (Fault("shorten", 2), (0, []), "file", b"0123456789"),
-        (Fault("kill", 9), (0, []), "file", b"0123456789"),
     ],
     ids=str,
 )

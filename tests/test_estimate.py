@@ -7,83 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
 
 import jzero
-import programs
-import small
 from jzero._quantities import parse_bytes, parse_count, readable_count
 from jzero.reports._sizes import OPTIMIZERS, PRECISIONS
 from small import grouped
 
-MODEL = programs.Model(remat=True)
-STATE = programs.abstract_state(MODEL)
-PSI = programs.num_params(STATE)
-TOKENS = programs.tokens(64)
 NODES = {"node": 2, "local": 4}
-HYBRID = {"param_axes": "local", "optimizer_axes": "local"}
-
-
-def by_op(traffic):
-    """`{(op, axes): (elements, bytes)}` of a step, scalars aside."""
-    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
-    for c in traffic:
-        if c.elements > 1:
-            elements, nbytes = totals.get((c.op, c.axes), (0, 0))
-            totals[c.op, c.axes] = (elements + c.total_elements, nbytes + c.nbytes)
-    return totals
-
-
-@pytest.mark.slow(but=[8, 9, 10, 17, 21])
-@pytest.mark.parametrize(
-    ("stage", "axes", "options"),
-    [
-        *((stage, {"data": 8}, {"accumulate": k}) for stage in range(4) for k in (1, 4)),
-        *((stage, {"data": 1}, {}) for stage in range(4)),
-        *((stage, NODES, {}) for stage in range(4)),
-        (1, NODES, {"optimizer_axes": "local"}),
-        (2, NODES, {"optimizer_axes": "local", "accumulate": 2}),
-        (3, {"data": 8}, {"accumulate": 4, "reduce": "once"}),
-        (3, {"data": 8}, {"accumulate": 4, "gather": "keep"}),
-        (3, {"data": 8}, {"gather": "keep"}),
-        (3, {"data": 8}, {"accumulate": 4, "gather": "once_per_step", "reduce": "once"}),
-        (3, {"data": 8}, {"reduce_dtype": jnp.bfloat16}),
-        (3, {"data": 8}, {"accumulate": 2, "accumulate_dtype": jnp.bfloat16}),
-        (3, NODES, {"param_axes": "local"}),
-        (3, NODES, {"param_axes": "node", "accumulate": 2}),
-        (3, NODES, HYBRID),
-        (3, NODES, {**HYBRID, "accumulate": 4, "gather": "keep"}),
-    ],
-    ids=str,
-)
-def test_a_real_step_is_as_estimated(stage, axes, options):
-    """Adam on float32 parameters: bytes at rest, traffic to the element, and the accumulator."""
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
-    found = train_step.describe(STATE, TOKENS)
-    expected = jzero.estimate(
-        PSI, stage=stage, precision="float32", devices=mesh, **grouped(**options)
-    )
-    assert by_op(found.traffic) == by_op(expected.traffic)
-    resting = {row.role: row.per_device for row in found.memory}
-    counters = 2 * 4  # step and count, int32 scalars
-    assert resting["parameter"] == expected.nbytes("parameter")
-    assert resting["optimizer state"] == expected.nbytes("optimizer state") + counters
-    loss = 4 if options.get("accumulate_dtype") is None else 2
-    assert found.accumulator_bytes in (0, expected.nbytes("accumulator") + loss)
-    assert (found.accumulator_bytes > 0) == (options.get("accumulate", 1) > 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_16_bit_compute_is_as_estimated(stage):
-    model = programs.Model(dtype=jnp.bfloat16)
-    train_step = small.shard_train_step(
-        programs.train_step, stage=stage, mesh=AbstractMesh((8,), ("data",))
-    )
-    found = train_step.describe(programs.abstract_state(model), TOKENS)
-    expected = jzero.estimate(PSI, devices=8, stage=stage, precision="float32_masters")
-    assert by_op(found.traffic) == by_op(expected.traffic)
 
 
 TX = {
@@ -179,44 +109,13 @@ def test_what_gradients_mean_is_said():
     assert "A step moves nothing between devices." in str(jzero.estimate(1000, devices=1))
 
 
-@pytest.mark.slow
-def test_stage_1_without_microbatches_is_stage_2():
-    """So the paper's number, a whole gradient, is more than jzero needs: the note says so."""
-    texts = {
-        stage: small.shard_train_step(programs.train_step, stage=stage)
-        .lower(STATE, TOKENS)
-        .as_text()
-        for stage in (1, 2, 3)
-    }
-    assert texts[1] == texts[2] != texts[3]
-
-
-@pytest.mark.slow
-def test_describe_prints_the_same_tables():
-    train_step = small.shard_train_step(
-        programs.train_step, stage=3, mesh=AbstractMesh((8,), ("data",))
-    )
-    lines = str(train_step.describe(STATE, TOKENS)).splitlines()
-    expected = [
-        "memory            whole  on each device",
-        "parameter      26.0 KiB         3.2 KiB  3 of 3 leaves sharded",
-        "stored         78.0 KiB         9.8 KiB",
-        "per step         dtype  axes  elements     bytes  times",
-        "reduce-scatter  float32  data     6,656  26.0 KiB      3",
-    ]
-    assert {" ".join(line.split()) for line in expected} <= {
-        " ".join(line.split()) for line in lines
-    }
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
      (np.int64(7), 7), (np.float32(2**30), 2**30), (np.float64("nan"), None), (np.bool_(True), None),
      ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
-     ("1e9", 10**9), ("7.5E+9", 75 * 10**8), ("2e3 K", 2 * 10**6), ("7.5e0", None), ("1e", None),
-     ("1e-3", None), ("1e100", None), (0, None), ("0", None), ("0.1", None),
-     ("-1", None), (True, None), (7.5, None), ("7.5Q", None), ("B", None), (None, None)],
+     ("7.5E+9", 75 * 10**8), ("2e3 K", 2 * 10**6), ("7.5e0", None), ("1e", None), ("1e100", None),
+     (0, None), ("-1", None), (True, None), ("7.5Q", None), ("B", None), (None, None)],
 )  # fmt: skip
 def test_counts(value, expected):
     assert parse_count(value) == expected
@@ -247,7 +146,7 @@ def test_readable_counts():
     assert [readable_count(n) for n in nums] == ["999", "7.5B", "1T", "128M"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     one, eight = (
         jzero.estimate(
@@ -301,11 +200,9 @@ def test_model_parallelism_divides_what_hosts_have(options):
         ({"devices": None}, ["devices=None is no int from 1"]),
         ({"model_parallel": 0}, ["model_parallel=0 is not an int from 1"]),
         ({"devices": {"data": 0}}, ["devices={'data': 0} is no int from 1, and does not map names of axes"]),
-        ({"optimizer": "adamm"}, ["optimizer='adamm' is not one of 'sgd', 'momentum', 'adam'"]),
         ({"optimizer": ["adam"]}, ["optimizer=['adam'] is not one of"]),
         ({"precision": 16}, ["precision=16 is not one of 'mixed', 'float32'"]),
         ({"param_bytes": 0}, ["BytesPerParam: params=0 is not a number of bytes"]),
-        ({"optimizer_bytes": -1}, ["BytesPerParam: optimizer=-1 is not a number"]),
         ({"gradient_bytes": float("nan")}, ["BytesPerParam: gradients=nan is not a number"]),
         ({"model": 0, "devices": 1.5, "optimizer": "x"},
          ["estimate: 3 arguments fail:\n  - model=0", "- devices=1.5", "- optimizer='x'"]),

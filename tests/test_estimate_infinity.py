@@ -110,11 +110,6 @@ def test_activations_cross_twice(offload, accumulate):
     assert by_way(in_float32.transfers)[UP, "activation"] == 2 * nbytes
 
 
-def test_layer_major_keeps_the_activations_of_all_microbatches():
-    found = estimate(accumulate=4, layer_major=True, **KEPT)
-    assert rows(found)["activation"] == (0, 2 * 4096 * 24 * 2048, False)
-
-
 def test_layer_major_gathers_and_reduces_once():
     plain, each, once = (estimate(**options) for options in (
         {}, {"accumulate": 4}, {"accumulate": 4, "layer_major": True}))  # fmt: skip
@@ -147,18 +142,6 @@ def test_a_window_is_no_larger_than_what_visits():
     wide = jzero.PinnedHost(2**40)
     assert estimate(offload_params=wide).total == 2 * PSI // 8 + 2 * PSI
     assert estimate(offload_params=wide, devices=1).total == 2 * PSI
-
-
-def test_accumulators_stay_on_the_device_unless_layers_come_once():
-    each, once = (estimate(accumulate=4, layer_major=flag) for flag in (False, True))
-    assert rows(each)["accumulator"] == (4 * PSI // 8, 0, False)
-    assert "accumulator" not in rows(once)
-
-
-def test_state_that_visits_has_a_window_of_its_own():
-    found = estimate(offload=jzero.PinnedHost(2**20))
-    assert rows(found)["streamed optimizer state"] == (2**20, 0, False)
-    assert found.total == 2**20 + 2**30
 
 
 def test_the_host_bounds_the_largest_model():
@@ -289,14 +272,6 @@ def test_what_devices_exchange_in_which_part(options, expected):
     assert {p.name: p.ways["between devices"] for p in found.parts if p.ways} == expected
 
 
-def test_an_all_reduce_is_two_passes():
-    rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(jzero.estimate(PSI, devices=8, stage=0, **grouped(recompute=False, **rates)))
-    parts = {part.name: part.ways for part in found.parts}
-    assert parts == {"forward pass": {}, "backward pass": {"between devices": 4.0}}
-    assert found.compute == 6e9 / 1e12
-
-
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
     axes: Any = {
         "devices": {"node": 2, "local": 4},
@@ -388,21 +363,11 @@ def test_operations_per_second(value, expected):
 
 
 def test_readable_rates():
-    assert [readable_rate(n) for n in (55e9, 1.234e12, 999, 350e6)] == [
-        "55 GB/s",
-        "1.23 TB/s",
-        "999 B/s",
-        "350 MB/s",
-    ]
+    rates = ", ".join(readable_rate(n) for n in (55e9, 1.234e12, 999))
+    assert rates == "55 GB/s, 1.23 TB/s, 999 B/s"
     assert readable_flops(989e12) == "989 TFLOP/s"
-    assert [readable_seconds(n) for n in (1234, 12.34, 0.0123, 1.2e-5, 1e-9, 0)] == [
-        "1,234 s",
-        "12.3 s",
-        "12.3 ms",
-        "12 us",
-        "0.001 us",
-        "0 s",
-    ]
+    seconds = "; ".join(readable_seconds(n) for n in (1234, 12.34, 0.0123, 1.2e-5, 1e-9, 0))
+    assert seconds == "1,234 s; 12.3 s; 12.3 ms; 12 us; 0.001 us; 0 s"
 
 
 PINNED = jzero.PinnedHost()
@@ -411,7 +376,6 @@ PINNED = jzero.PinnedHost()
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"offload_params": "host"}, "estimate: Memory(params=HostCPU()"),
         ({"offload_params": jzero.HostCPU()}, "or in files. Use Memory(params=jzero.PinnedHost(dev"),
         ({"offload_activations": True}, "Memory: activations=True. It is a policy, or one of"),
         ({"recompute": None}, "Workload: recompute=None. It is True or False. Drop it."),
@@ -429,21 +393,17 @@ PINNED = jzero.PinnedHost()
         ({"offload_activations": PINNED, "tokens": 8},
          "estimate: Memory(activations=) without layers and without width. What a loop saves is the"),
         ({"layers": 8, "width": "2K"}, "Workload(layers=8, width=2000) without Memory(activations=)."),
-        ({"tokens": "8Q"}, "Workload: tokens='8Q'. It is a whole number from 1"),
         ({"tokens": 1.5, "layers": 0}, "Workload: 2 fields fail:\n  - tokens=1.5\n  - layers=0"),
         ({"peak": "989T"}, "Rates: peak='989T'. It is operations per second, a whole number"),
         ({"pcie": "400Gb/s"}, "pcie='400Gb/s'. It is bytes per second, a whole number from 1 or a string"),
         ({"interconnect": 0}, "interconnect=0. It is bytes per second, a whole number from 1 or a string "
          "such as '55GB/s'; a capital B is a byte. Write Rates(interconnect='350GB/s')."),
-        ({"layers": 0, "width": -1}, "Write Workload(layers=32, width=4096)."),
         ({"pcie": "55GB/s"}, "estimate: Rates(pcie='55GB/s') without peak and without tokens. A"),
         ({"peak": "1TFLOP/s"}, "estimate: Rates(peak='1TFLOP/s') without tokens. A step takes the time"),
         ({"tokens": 8192}, "estimate: Workload(tokens=8192) without peak. Bytes do not depend on them; the"),
         ({"offload": jzero.PinnedHost(), **RATES, "host_update": "4GB/s"},
          "estimate: Rates(host_update='4GB/s'), and nothing moves at such a rate. pcie is for state"),
         ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s'), and nothing moves"),
-        ({"offload": jzero.NoOffload(), "offload_params": jzero.NoOffload(), **RATES},
-         "estimate: Rates(pcie='55GB/s'), and nothing moves at such a rate. pcie is for state"),
     ],
     ids=str,
 )  # fmt: skip

@@ -164,13 +164,7 @@ one_device = functools.cache(jax.jit)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        ({"data": 1}, {}),
-        ({"data": 2}, {}),
-        ({"data": 4}, {"stage": 1}),
         ({"data": 8}, {}),
-        ({"data": 8}, {"stage": 0}),
-        ({"data": 8}, {"accumulate": 2, "gather": "keep"}),
-        ({"node": 2, "local": 4}, {"param_axes": "local"}),
         ({"data": 4, "model": 2}, {"axis_names": "data", "auto_specs": {"up": jax.P(None, None, "model")}}),
     ],
 )  # fmt: skip
@@ -259,34 +253,11 @@ def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
     same(jzero.shard_eval_step(lambda w, x: x @ w, like=train_step)(w, x), x @ np.asarray(w))
 
 
-@pytest.mark.slow
-def test_under_an_outer_jit():
-    train_step, state = trained()
-    eval_step, key = jzero.shard_eval_step(evaluate, like=train_step), jax.random.key(0)
-    expected = one_device(evaluate)(zoo.to_host(state), tokens_of(16), key)
-    for given in (state, train_step.unshard(state)):
-        same(jax.jit(eval_step)(given, tokens_of(16), key), expected)
-
-
 # -- and what it costs -----------------------------------------------------------------------------
 
 
 def temporaries(eval_step, *args):
     return eval_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow
-def test_parameters_are_gathered_layer_by_layer_and_freed():
-    sizes = {}
-    for layers in (4, 12):
-        train_step, (params, _) = trained(params=new_params(layers=layers))
-        eval_step = jzero.shard_eval_step(
-            loss_fn, like=train_step, comm=jzero.Comm(gather="per_pass")
-        )
-        sizes[layers] = temporaries(eval_step, params, tokens_of(16))
-    of_one_layer = 12 * DIM * DIM * 8
-    cache = 2 * 2 * CONTEXT * DIM * 8  # of a device's two rows in one layer
-    assert sizes[12] - sizes[4] < 8 * 3 * cache + of_one_layer
 
 
 @pytest.mark.slow
@@ -492,14 +463,6 @@ def test_mutable_arrays_are_refused():
     eval_step = jzero.shard_eval_step(lambda params, x: x[...], like=train_step)
     with pytest.raises(jzero.BatchError, match="x is a Ref"):
         eval_step(params, kept)
-
-
-@pytest.mark.slow
-def test_errors_of_jax_name_the_function():
-    train_step, (params, _) = trained()
-    eval_step = jzero.shard_eval_step(lambda params, x: "text", like=train_step)
-    with pytest.raises(TypeError, match=r"function <lambda> at .*test_eval_step.py"):
-        eval_step(params, tokens_of(16))
 
 
 @pytest.mark.slow

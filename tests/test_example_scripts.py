@@ -1,13 +1,10 @@
 """The scripts of examples/ at tiny size: they learn, a run that goes on is the same run, SIGTERM saves."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import signal
 import struct
-import subprocess
-import sys
 import types
 from typing import Any
 
@@ -127,34 +124,6 @@ def test_trains_stops_and_goes_on(path, tmp_path, capsys, monkeypatch):
     assert expected.keys() == leaves.keys()
     for name, leaf in expected.items():
         np.testing.assert_array_equal(leaves[name], leaf, err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_told_to_end_saves(tmp_path):
-    """As a cluster does it."""
-    environment = os.environ | {
-        "JAX_NUMPY_RANK_PROMOTION": "allow",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "default",
-    }
-    options = [
-        *OPTIONS["linen_gpt"],
-        "--steps=100000",
-        f"--checkpoints={tmp_path / 'saved'}",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLES / "linen_gpt.py", *options],
-        env=environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step     2"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    last = re.findall(r"stopped after step (\d+)", rest)[0]
-    assert last in {path.name for path in (tmp_path / "saved").iterdir()}
 
 
 @pytest.mark.slow

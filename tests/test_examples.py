@@ -1,66 +1,29 @@
 """The examples in public docstrings run, and print what they say."""
 
 import doctest
+import importlib
 import inspect
+import pathlib
 
 import pytest
 
 import gpu_compiler
 import jzero
-from jzero import (
-    _blocks,
-    _components,
-    _folded,
-    _numbers,
-    _option_groups,
-    _policy,
-    _shard_eval_step,
-    _shard_train_step,
-    _sharded_step,
-    testing,
-)
-from jzero.checkpoint import _checkpointer, _restore
-from jzero.deepspeed import _schedules, _transforms, _translate
-from jzero.offload.memory import _leaf_array
-from jzero.preflight import _preflight, _targets
-from jzero.reports import _bandwidth, _describe, _estimate, _lines
-from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
+FOLDER = pathlib.Path(jzero.__file__).parent
 MODULES = [
-    _bandwidth,
-    _components,
-    _checkpointer,
-    _describe,
-    _eqx,
-    _estimate,
-    _folded,
-    _leaf_array,
-    _lines,
-    _local,
-    _nnx,
-    _numbers,
-    _option_groups,
-    _policy,
-    _precision,
-    _preflight,
-    _restore,
-    _schedules,
-    _shard_eval_step,
-    _shard_train_step,
-    _sharded_step,
-    _targets,
-    _transforms,
-    _translate,
-    _keys,
-    testing,
-    _blocks,
+    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+    for path in sorted(FOLDER.rglob("*.py"))
+    if ">>>" in path.read_text()
 ]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
-def test_docstrings(module):
-    if module in (_preflight, _targets):
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name, tmp_path, monkeypatch):
+    if name.startswith("jzero.preflight."):
         gpu_compiler.skip_without_it()
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
     results = doctest.testmod(module)
     # Of decorated functions `testmod` thinks that they are another module's.
     runner, finder = doctest.DocTestRunner(), doctest.DocTestFinder()

@@ -5,7 +5,6 @@ import collections
 import dataclasses
 import functools
 import re
-import types
 from typing import Any
 
 import equinox as eqx
@@ -62,7 +61,6 @@ def of(package, **attributes):
     (of("tensorflow.python.ops"), r"tfds.as_numpy\(dataset\)"),
     (of("pandas.core.series", dtype=np.dtype("float32")), r"frame.to_numpy\(\)"),
     (of("PIL.Image"), r"np.asarray\(image\)"),
-    (of("paddle"), r"np.asarray\(x\)"),
     ("hello", r"batch\['x'\] is a str: 'hello'.*Leave text out.*token ids.*static_argnames"),
     (np.array(["hello"]), r"batch\['x'\] is an ndarray: array\(\['hello'\].*Leave text out"),
     (np.array([1, 2.5], object), r"is an ndarray.*array.astype\(np.float32\)"),
@@ -71,11 +69,9 @@ def of(package, **attributes):
     (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
     (Loader(), r"next\(iterator\), or write for batch in loader"),
     (range(3), r"Pass NumPy arrays: np.asarray\(x\)"),
-    (memoryview(b"abc"), r"Pass NumPy arrays: np.asarray\(x\)"),
     ({1, 2}, r"np.asarray\(sorted\(x\)\)"),
     (collections.UserDict(x=X), r"is a UserDict.*dict\(batch\)"),
     (Fields(X), r"is a Fields.*register_dataclass.*vars\(x\)"),
-    (types.SimpleNamespace(x=X), r"is a SimpleNamespace.*register_dataclass"),
     (Fields("a configuration"), r"is a Fields.*static_argnames"),
     (jnp.tanh, r"static_argnames"),
 ])  # fmt: skip
@@ -124,17 +120,6 @@ def test_a_list_of_numbers_is_named_where_the_step_fails():
     assert "batch['x'] (1024 numbers) is a Python list" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.slow
-def test_a_list_of_numbers_trains_where_the_step_makes_an_array():
-    def of_list(state, batch):
-        return step(state, jnp.asarray(batch["x"]).reshape(16, 4) @ jnp.ones((4, 64)))
-
-    state, loss = shard_train_step(of_list)(W, {"x": X[:, :4].ravel().tolist()})
-    expected, expected_loss = jax.jit(of_list)(W, {"x": X[:, :4].ravel().tolist()})
-    np.testing.assert_allclose(state, expected, rtol=1e-5)
-    assert loss == pytest.approx(expected_loss)
-
-
 # -- calls -----------------------------------------------------------------------------------------
 
 
@@ -144,7 +129,7 @@ def test_a_list_of_numbers_trains_where_the_step_makes_an_array():
     ((W, X, 1), {}, "too many positional arguments"),
     ((W,), {"bacth": X}, "there is no parameter 'bacth'"),
 ])  # fmt: skip
-@pytest.mark.parametrize("ask", ["__call__", "plan", "describe", "lower"])
+@pytest.mark.parametrize("ask", ["__call__", "describe"])
 def test_a_call_that_does_not_fit(args, kwargs, found, ask):
     text = rf"a call does not fit step\(state, batch\): .*{found}.*Call it with \(state, batch\)"
     with pytest.raises(jzero.StepError, match=text):
@@ -179,11 +164,9 @@ def test_a_step_that_returns_no_state():
     ({"out_shardings": None}, "Drop it: the state is returned as it is stored"),
     ({"zero_stage": 3}, "no option zero_stage=. Write stage="),
     ({"devices": 8}, r"Write mesh=jax.make_mesh\(\(len\(devices\),\)"),
-    ({"mesh_axes": "data"}, "Write axes="),
-    ({"axis": "data"}, "Write axes="),
+
     ({"gradient_accumulation_steps": 2}, "Write microbatches="),
     ({"static_argnum": 2}, r"Did you mean static_argnums=\?"),
-    ({"microbatch": 2}, r"Did you mean microbatches=\?"),
     ({"accumulate": 2}, "no option accumulate=. Write microbatches=2."),
     ({"accumulate": 2, "reduce": "once", "layer_major": True},
      r"Write microbatches=jzero.Microbatches\(2, reduce='once', order='layer'\)."),
@@ -340,9 +323,7 @@ def test_a_table_escapes_its_cells():
     assert "&lt;script&gt;\\x1b[1m</td>" in html
 
 
-@pytest.mark.parametrize(
-    "specs", [(None, jax.P("data")), [0], 1, 0, "data", {"batch": 1}, {"batch": "data"}], ids=str
-)
+@pytest.mark.parametrize("specs", [(None, jax.P("data")), 0, "data", {"batch": "data"}], ids=str)
 def test_in_specs_is_a_dict_of_specs(specs):
     with pytest.raises(
         jzero.OptionError, match=r"in_specs.*Write in_specs=\{'batch': jax.P\('data'\)\}"

@@ -100,23 +100,6 @@ def test_child_of_a_forked_child_is_refused():
     check_refused(in_a_fork(lambda: in_a_fork(told)).splitlines())
 
 
-def _send(queue: "multiprocessing.Queue[str]") -> None:
-    queue.put(told())
-
-
-def test_forked_worker_of_multiprocessing_is_refused():
-    jax.devices()
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    worker = context.Process(target=_send, args=(queue,), daemon=True)
-    worker.start()
-    try:
-        check_refused(queue.get(timeout=SECONDS).splitlines())
-    finally:
-        worker.kill()
-        worker.join()
-
-
 def test_forked_data_loader_may_make_batches():
     jax.devices()
     with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -16,11 +16,9 @@ import small
 from jzero.preflight._preflight import _dispatches_of
 
 LIBRARY = os.path.dirname(jzero.__file__) + os.sep
-FAST = "clipped", "remat", "within a layer", "microbatches"
 WIDTH = 64
-LEAST = (
-    8  # parameters: one for each device, where owners have them; also two and three times as many
-)
+# Parameters: one for each device, where owners have them; also two and three times as many.
+LEAST = 8
 
 
 def square(num):
@@ -156,9 +154,7 @@ def excess(counts):
 
 
 @pytest.mark.slow(but=["microbatches"])
-@pytest.mark.parametrize(
-    "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in STEPS]
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_lines_that_run_grow_with_the_leaves(name):
     """To no part with their square: 10,000 leaves take ten times as long as 1,000 (experiments/step_time)."""
     lines_to_trace(name, 2)  # what runs once in a process

@@ -106,10 +106,3 @@ def test_the_reference_has_what_steps_can_be_asked():
 def test_the_page_of_commands_is_what_its_script_writes():
     page = runpy.run_path(str(DOCS / "commands.py"))["page"]()
     assert (DOCS / "reference/commands.md").read_text() == page, "run `python docs/commands.py`"
-
-
-# The checks above can fail.
-@pytest.mark.slow
-def test_programs_leaves_out_what_is_marked():
-    page = "```python\nx = 1\n```\n```python no-test\ny = 2\n```\n```text\nz\n```\n```python\nw = 3\n```\n"
-    assert programs(page) == "x = 1\n\nw = 3\n"
