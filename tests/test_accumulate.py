@@ -90,27 +90,6 @@ def test_bfloat16_gradients_of_many_microbatches_add_up_in_float32():
     assert jnp.array_equal(train_step(w, x), jnp.full_like(w, -(256 + 63)))
 
 
-@pytest.mark.slow
-def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over():
-    def step(w, x):
-        def loss_fn(w):
-            carry, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
-            return jnp.mean(carry**2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(w)
-        return w - grads, loss
-
-    train_step = small.shard_train_step(
-        step,
-        mesh=AbstractMesh((2, 4), ("node", "local")),
-        microbatches=2,
-        axes=jzero.Axes(params="local", optimizer="local"),
-    )
-    found = train_step.describe(*[jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2)
-    over_nodes = [c for c in found.traffic if c.axes == ("node",) and c.elements > 1]
-    assert [(c.op, c.total_elements) for c in over_nodes] == [("all-reduce", 64 * 64 // 4)]
-
-
 def test_accumulators_are_reported():
     def report(stage, **options):
         train_step = small.shard_train_step(
@@ -230,55 +209,6 @@ def test_a_count_needs_a_loop_of_its_own_and_little_else():
 
 
 # -- what comes from the rows ----------------------------------------------------------------------
-
-
-# Outputs with a row for each example, in which no example, or not each, is read.
-ALIKE: dict[str, Any] = {
-    "a carry that stays": lambda w, x: jax.lax.scan(
-        lambda c, row: ((c[0] + row.sum(), c[1]), c[1]), (0.0, w[0]), x)[1],
-    "the first row, from each iteration": lambda w, x: jax.lax.scan(lambda c, row: (c, c), x[0], x)[1],
-    "a map of parameters": lambda w, x: jax.lax.map(lambda row: w.sum(), x),
-    "a mean of all rows": lambda w, x: [jax.lax.map(lambda row, m=m: w * m, x) for m in [x.mean()]],
-    "broadcast parameters": lambda w, x: jnp.broadcast_to(w.sum(), (x.shape[0],)),
-    "zeros, and numbers": lambda w, x: (jnp.zeros(x.shape[0]), jnp.arange(x.shape[0])),
-    "a scan's metric": lambda w, x: jax.lax.scan(lambda c, row: (c + row.sum(), 0.0), 0.0, x),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [64, 61])
-def test_outputs_that_no_example_changes(rows):
-    def step(w, x):
-        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return w - 0.1 * grad, (loss, {name: fn(w, x) for name, fn in ALIKE.items()})
-
-    w, x = jnp.ones((8, 8)), jax.random.normal(jax.random.key(0), (rows, 8))
-    found = small.shard_train_step(step, microbatches=2)(w, x)
-    expected = jax.jit(step)(w, x)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
-    )
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_what_a_second_loop_computes_again_is_printed_once(k, capfd):
-    def step(ws, x):
-        def loss_fn(ws):
-            def layer(h, w):
-                jax.debug.print("w {}", w.sum())
-                return jnp.tanh(h @ w), None
-
-            return jnp.sqrt(jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2))
-
-        return ws - 0.1 * jax.grad(loss_fn)(ws)
-
-    train_step = small.shard_train_step(step, stage=3, microbatches=k)
-    ws, x = jnp.stack([jnp.eye(8)] * 2), jnp.ones((64, 8))
-    if k > 1:
-        assert train_step.describe(ws, x).loops.num == 2
-    jax.block_until_ready(train_step(ws, x))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.splitlines() == ["w 8.0"] * 2
 
 
 @pytest.mark.parametrize(

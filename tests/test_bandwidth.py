@@ -108,12 +108,6 @@ def test_without_the_host_s_kernels(monkeypatch, clock):
     assert "update on the host" in text
 
 
-@pytest.mark.slow
-def test_under_a_mesh_of_the_context(clock):
-    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[-2:])):
-        assert jzero.bandwidth(nbytes=SIZE).num_devices == len(jax.local_devices())
-
-
 def test_what_is_printed_fits_and_is_in_the_dict(measured):
     lines = str(measured).splitlines()
     assert max(map(len, lines)) <= 80

@@ -13,7 +13,6 @@ import threading
 import time
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -22,7 +21,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _mirror, _reading, _seal, _temporary
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _mirror, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_bucket import opened
@@ -394,27 +393,6 @@ def test_a_first_look_that_fails_loses_no_step(s3, proxy, train_step):
         checkpointer.save(3, new_state())
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
-    """8 MiB of 40 leaves, each in a chunk for each device."""
-    # However busy this machine is, all are asked for in one interval.
-    monkeypatch.setitem(_reading._COALESCED, "experimental_read_coalescing_interval", "1s")
-    train_step = jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
-    keys = jax.random.split(jax.random.key(0), 40)
-    state = {f"w{i}": jax.random.normal(key, (256, 208)) for i, key in enumerate(keys)}
-    with jzero.Checkpointer(s3, train_step) as checkpointer:
-        checkpointer.save(1, train_step.shard(state))
-        checkpointer.wait()
-        proxy.arm(RequestFault())
-        restored = checkpointer.restore(state)
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
-    data = [request.target for request in proxy.log if "/d/" in request.target]
-    # A last byte of each data file, nodes of the tree, and what is in them.
-    files = len({*data})
-    assert len(data) <= 3 * files + 1
-    assert len(proxy.log) < 25
 
 
 # -- bad input ----------------------------------------------------------------------------------------

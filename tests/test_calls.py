@@ -21,7 +21,6 @@ from zoo.calls import (
     Y,
     make_state,
     train,
-    with_repeats,
     with_scale,
 )
 
@@ -77,18 +76,6 @@ def test_eval_shape():
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes, expected)
     assert all(jax.tree.leaves(same))
     assert len(jax.tree.leaves(same)) == len(jax.tree.leaves(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
-def test_no_leaks(name):
-    """For both ways in which a step is traced: whole, and as written for one device."""
-    entry = zoo.get(name)
-    (batch,) = entry.batches(1)
-    state = entry.init()
-    with jax.checking_leaks():
-        _, metrics = small.shard_train_step(entry.step, **entry.options)(state, *batch)
-    assert np.isfinite(metrics["loss"])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -230,25 +217,6 @@ def test_step_is_traced_once():
     state, _ = train_step(state, jnp.asarray(X), jnp.asarray(Y))
     train_step.shard(state)
     assert len(runs) == 1
-
-
-@pytest.mark.slow
-def test_new_shapes_and_static_values_are_traced_again():
-    step, runs = counting(with_repeats)
-    train_step = small.shard_train_step(step, static_argnames="num_repeats")
-    state = make_state()
-    counts = []
-    for x, y, num_repeats in [
-        (X, Y, 1),
-        (X[:8], Y[:8], 1),
-        (X, Y, 2),
-        (X, Y, 1),
-        (X[:8], Y[:8], 1),
-    ]:
-        state, metrics = train_step(state, x, y, num_repeats=num_repeats)
-        counts.append(len(runs))
-    assert counts == [1, 2, 3, 3, 3]
-    assert int(state["count"]) == 6
 
 
 def test_later_calls_compile_nothing(caplog):

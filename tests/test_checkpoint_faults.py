@@ -253,17 +253,6 @@ def test_steps_in_order(saved, train_step):
             checkpointer.save(2, new_state())
 
 
-def test_a_reader_sees_what_another_writes(saved, train_step):
-    with (
-        jzero.Checkpointer(saved, train_step) as reader,
-        jzero.Checkpointer(saved, train_step) as writer,
-    ):
-        writer.save(3, new_state())
-        writer.wait()
-        assert reader.latest_step() == 3
-        assert_restored(reader.restore(new_state(), step=3))
-
-
 @pytest.mark.parametrize("state", [{0: 5}, {"a": (1, 2)}, {"a": float("inf")}])
 def test_iterators_that_json_would_change(state, saved, train_step):
     class Iterator:
@@ -308,24 +297,6 @@ def test_unwritable_directory(train_step, tmp_path):
     for path in (tmp_path / "file" / "steps", pathlib.Path("/proc/steps")):
         with pytest.raises(jzero.CheckpointError, match="could not be opened: .*Error"):
             jzero.Checkpointer(path, train_step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
-def test_restored_under_a_guard_that_forbids_implicit_transfers(policy, tmp_path):
-    """And made, placed and gathered: what jzero moves is asked for."""
-    train_step = jzero.shard_train_step(step_fn, stage=3, memory=policy)
-    key, host = jax.random.key(0), jax.tree.map(np.asarray, new_state())
-    with jax.transfer_guard("disallow"):
-        state = train_step.init(lambda key: {"w": jax.random.normal(key, (8, 8))}, key)
-        assert train_step.unshard(state)["w"].shape == (8, 8)
-        placed = train_step.shard(host)
-        with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
-            checkpointer.save(1, placed)
-            restored = checkpointer.restore(jax.eval_shape(new_state))
-        again = jzero.restore(tmp_path / "1", train_step, jax.eval_shape(new_state))
-    assert_restored(restored)
-    assert_restored(again)
 
 
 def test_an_error_of_the_devices_is_no_damage(tmp_path):

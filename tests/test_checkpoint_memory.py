@@ -2,10 +2,6 @@
 """A save needs no more memory of the host than it may, and what it writes in parts is the state."""
 
 import asyncio
-import json
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import jax
@@ -158,67 +154,6 @@ def test_wrong_numbers_of_bytes(tmp_path):
     for wrong in (0, -1, "much", None, 1.5):
         with pytest.raises(jzero.OptionError, match=r"save_bytes is .*a whole number from 1"):
             jzero.Checkpointer(tmp_path, train_step, save_bytes=wrong)
-
-
-SAVES = """
-    import gc, pathlib, resource, sys, threading, json
-    import jax, numpy as np
-    jax.config.update("jax_num_cpu_devices", 8)
-    import jzero
-
-    def step_fn(state, batch):
-        return jax.tree.map(lambda x: x + batch.mean(), state)
-
-    def resident():
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    train_step = jzero.shard_train_step(step_fn, stage=3)
-    rng, batch = np.random.default_rng(0), np.ones((8, 1), np.float32)
-    state = train_step.shard({f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(16)})
-    done, peak, after = threading.Event(), 0, []
-
-    def watch():
-        global peak
-        while not done.wait(0.001):
-            peak = max(peak, resident())
-
-    with jzero.Checkpointer(sys.argv[1] + "/warm", train_step) as checkpointer:
-        checkpointer.save(1, train_step.shard({"w": rng.standard_normal((1024, 8), np.float32)}))
-    state = jax.block_until_ready(train_step(state, batch))
-    gc.collect()
-    before = resident()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    def saved(folder, state, num):
-        after = []
-        with jzero.Checkpointer(sys.argv[1] + folder, train_step, save_bytes="8MiB", max_to_keep=1) as saver:
-            for step in range(num):
-                saver.save(step, state)
-                state = jax.block_until_ready(train_step(state, batch))
-                saver.wait()
-                after.append(resident() - before)
-        return after
-
-    small = train_step.shard({f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(2)})
-    saved("/large", state, 1)
-    first = peak - before
-    after = saved("/small", small, 30)
-    done.set()
-    thread.join()
-    print(json.dumps([first, peak - before, after]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process in /proc")
-def test_30_saves_need_the_memory_of_one(tmp_path):
-    """8 MiB, for one of 64 MiB and 30 of 8 MiB."""
-    command = [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    first, most, after = json.loads(done.stdout.splitlines()[-1])
-    assert first < 24 * MIB, first
-    assert most < 40 * MIB, most
-    assert max(after[-5:]) - max(after[5:10]) < 16 * MIB, after
 
 
 def test_who_waits_for_memory_goes_on_together():

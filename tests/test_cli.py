@@ -116,18 +116,6 @@ def test_offload_as_json(flags, policy):
     assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
 
 
-def test_offload_of_all_stages():
-    """A column stands for everything on the hosts."""
-    text = output(
-        *SMALL, "--offload", "host", "--delayed", "--microbatches", "2", "--memory", "80GB"
-    )
-    header, *rows = [row for row in cells(text) if len(row) == 11 or row[0] == "stage"]
-    assert header[4:9] == ["updated parameter", "total", "on its host", "to host", "to device"]
-    assert "incoming gradient" not in header
-    assert rows[-1][6:9] == ["2.2 GiB", "223.5 MiB", "223.5 MiB"]
-    assert "To host, to device: copies in a step." in text
-
-
 @pytest.mark.parametrize("width", [80, 50])
 @pytest.mark.parametrize("stage", [(), ("--stage", "3")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
@@ -210,11 +198,6 @@ def test_the_time_of_all_stages():
     assert [row[-1] for row in rows] == [f"{time.efficiency:.0%}" for time in times if time]
 
 
-def test_the_host_bounds_the_largest_model():
-    text = output(*SMALL, *INFINITY, "--memory", "80GB", "--host-memory", "160GB")
-    assert "The largest model whose total fits into 80GB: 640B." in text
-
-
 def test_stages_that_refuse_an_option_are_left_out_and_named():
     """Of all stages, those for which it is meant; what none of them takes is an error as ever."""
     text = " ".join(output(*SMALL, "--reduce-dtype", "int8").split())
@@ -246,15 +229,12 @@ def test_plot(tmp_path, flags):
     [
         (("--version", "x", "estimat"), "jzero: there is no x. There are estimate, "),
         (("estimat", "--params", "7B"), "jzero: there is no estimat. Did you mean estimate?"),
-        (("help", "estimat"), "jzero: there is no estimat. Did you mean estimate?"),
         (("estimate", "--params", "1B"), "one of the arguments --devices --mesh is required"),
-        (("inspect",), "required: checkpoint"),
         ((*SMALL, "--foo"), "jzero estimate: there is no --foo. See"),
         ((*SMALL, "x"), "unrecognized arguments: x"),
         (("estimate", "--param", "7B", "--device=8"),
          "jzero estimate: there is no --param. Did you mean --params? And there is no --device. Did you mean "
          "--devices? See jzero estimate --help."),
-        (("inspect", "x", "--verifi"), "jzero inspect: there is no --verifi. Did you mean --verify?"),
         (("--params", "7B"), "jzero: there is no --params. See jzero --help."),
         (("--versio",), "jzero: there is no --versio. Did you mean --version?"),
         (("inspect", "x", "--step", "3"), "jzero inspect: there is no --step. See"),
@@ -350,31 +330,20 @@ def test_a_configuration_that_is_no_file(tmp_path):
         ((*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
          "--device-bytes: '1G' is not a number of bytes such as 80GiB or 80GB"),
         ((*SMALL, "--memory", "80"), "--memory: 80 of what? Write 80GiB, 80GB or 80B See"),
-        ((*SMALL, "--stage", "0", "--gather", "keep"),
-         "--stage 0 and --gather keep. Below stage 3 parameters are replicated, and nothing "
-         "is gathered. Drop --gather, or use --stage 3."),
         ((*SMALL, "--accumulator-dtype", "float32"),
          "--accumulator-dtype float32 and --microbatches 1. It is about several microbatches."),
-        ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
         ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
          "--ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;"),
         ((*SMALL, "--offload", "host", "--ratio", "auto"), "--offload host --ratio auto. It is measured"),
-        ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
          "--offload-params 2147483648B, and parameters are replicated. Each device fetches its "
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
-        ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed and --offload-params 2147483648B. The "
-         "host updates all"),
         ((*SMALL, "--layer-major", "--microbatches", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),
         ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. They determine only what a "
          "loop saves on the host for its backward loop. Drop --layers, or use --offload-activations."),
-        ((*SMALL, "--offload-activations", "--no-recompute"), "--offload-activations and --no-recompute. "),
-        ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. A step takes"),
         ((*SMALL, "--pcie", "55Gb/s"), "--pcie: '55Gb/s' is not a number of bytes per second such as 55GB/s"),
-        ((*SMALL, "--peak", "989T"), "--peak: '989T' is not a number such as 989TFLOP/s"),
-        ((*SMALL, "--tokens", "1.5"), "--tokens: '1.5' is not a whole number such as 8192 or 8K"),
         ((*SMALL, "--disk-memory", "1TB"), "--disk-memory without --memory. Both bound the largest model."),
         ((*SMALL, "--in-place"), "--in-place with no offload. --device-bytes is for --offload pinned;"),
         ((*SMALL, *INFINITY, "--memory", "80GB"), "--memory 80GB with all model states on the hosts."),
@@ -575,27 +544,14 @@ def test_verify_names_what_is_damaged(damaged):
     assert run("inspect", str(damaged)).returncode == 0
 
 
-def test_verify_finds_what_is_cut(damaged):
-    for file in damaged.rglob("d/*"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    done = run("inspect", str(damaged), "--verify")
-    assert done.returncode == 1
-    assert "Its files are damaged, incomplete" in done.stderr
-
-
 @pytest.mark.parametrize(("path", "text"), [
     ("runs/x", "there is no directory {runs}/x. A checkpoint is a directory. "
                "Correct the path; {runs} has a."),
     ("runs", "{runs} is no checkpoint, nor a directory of steps. A checkpoint of Orbax has a file _METADATA, "
              "or one item that has. Correct the path; {runs} has a."),
-    ("runs/a/2", "there is no directory {steps}/2. A checkpoint is a directory. "
-                 "Correct the path; {steps} has 1, 3."),
     ("runs/a/3/state/d", "It is inside of the step {steps}/3: name that."),
     ("runs/a/3/_JZERO_SEAL", "_JZERO_SEAL is a file. A checkpoint is a directory. It is inside of the step"),
     ("empty", "Correct the path; {root}/empty is empty."),
-    ("emty", "there is no directory {root}/emty. A checkpoint is a directory. "
-             "Correct the path; {root} has runs, empty, files."),
-    ("files/x", "Correct the path; {root}/files has a.txt."),
     ("files/a.txt", "A checkpoint is a directory. Correct the path; {root}/files has a.txt."),
 ])  # fmt: skip
 def test_a_path_without_a_checkpoint(path, text, steps, tmp_path):

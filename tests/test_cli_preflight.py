@@ -26,21 +26,13 @@ setup = lambda: (step_fn, functools.partial(jnp.zeros, w.shape), batch)
 stage_1 = lambda: (jzero.shard_train_step(step_fn, stage=1), w, batch)
 nodes = lambda: (jzero.shard_train_step(step_fn, mesh=jax.make_mesh((2, 4), ("a", "b"))), w, batch)
 alone = lambda: (step_fn,)
-no_step = lambda: ([], w, batch)
 no_init = lambda: (step_fn, step_fn, batch)
 bad_init = lambda: (step_fn, lambda: jnp.zeros(3) @ jnp.zeros(4), batch)
-no_batch = lambda: (step_fn, w)
 swapped = lambda: (lambda: w, step_fn, batch)
 bug = lambda: (lambda w, batch: undefined_name, w, batch)
 
 def fails():
     jnp.zeros(3) @ jnp.zeros(4)
-
-def ends():
-    raise SystemExit(2)
-
-def imports():
-    import no_such_package
 """
 
 
@@ -67,23 +59,17 @@ def refused(*arguments):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("train", "It is MODULE:FUNCTION; the function returns (step, init, batch). Write train:setup"),
         (":setup", "Write train:setup for setup of train.py."),
         ("./a/train.py:setup", "Write a.train:setup, a module from here."),
         ("no.such:setup", "there is no module no.such in "),
         ("needs:setup", "needs imports no_such_package, which is not installed."),
         ("broken:setup", "import of broken raises SyntaxError in line "),
         ("train:stup", "Did you mean train:setup?"),
-        ("train:w", "train has no function w."),
         ("train:alone", "train:alone() returns a tuple of 1, not (step, init, batch)."),
-        ("train:no_step", "train:no_step() returns list first, not a step."),
         ("train:no_init", "init of train:no_init() takes the arguments (w, batch). It is MODULE:FUNCTION"),
         ("train:bad_init", "init of train:bad_init() raises TypeError in line "),
-        ("train:no_batch", "train:no_batch() returns no batch."),
         ("train:swapped", "is no step of a state and the batch: it takes no arguments."),
-        ("train:fails", "train:fails() raises TypeError in line 22 of "),
-        ("train:ends", "train:ends() raises SystemExit in line 25 of "),
-        ("train:imports", "train:imports() raises ModuleNotFoundError in line 28 of "),
+        ("train:fails", "train:fails() raises TypeError in line 20 of "),
     ],
 )  # fmt: skip
 def test_a_function_that_is_none(function, text):
@@ -96,9 +82,7 @@ def test_a_function_that_is_none(function, text):
     [
         (("--target", "h1000"), "jzero preflight: --target h1000. There are a100-40gb, "),
         (("--target", "mi300x"), "--target mi300x. No compiler for it is here"),
-        (("--topology", "8"), "--topology 8. It is 'HOSTSxDEVICES'"),
         (("--axes", "node=3"), "axes {'node': 3}, and 1 hosts of 8 devices."),
-        (("--memory-fraction", "2"), "--memory-fraction 2.0. It is a share"),
         (("--bandwidth", "fast"), "--bandwidth: 'fast' is not of the form node=100Gb/s,local=450GB/s"),
         (("--bandwidth", "data=0"), "--bandwidth: '0' along data. It is what a device sends, and "
          "receives, above 0, in bytes per second or in bits: '450GB/s', '100Gb/s'"),
@@ -132,7 +116,7 @@ def test_what_to_install_where_nothing_compiles():
 
 def test_what_the_step_raises_has_its_line():
     gpu_compiler.skip_without_it()
-    assert "the step of train:bug() raises NameError in line 19 of " in refused("train:bug")
+    assert "the step of train:bug() raises NameError in line 18 of " in refused("train:bug")
 
 
 def test_what_preflight_prints():

@@ -288,39 +288,6 @@ def test_the_state_of_a_training_is_coded_where_it_lies():
         train_step((coded, state[1]), x)
 
 
-def test_bytes_at_rest_and_on_the_way_are_described():
-    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
-    params = jax.eval_shape(lambda: new_params(jnp.bfloat16))
-    eval_step: Any = jzero.shard_eval_step(
-        functools.partial(generate, compute=jnp.bfloat16),
-        weight_dtype=jnp.int8,
-        mesh=small.auto_mesh(data=4),
-    )
-    report = eval_step.describe(params, tokens)
-    found = report.to_dict()["weights"]
-    stack = next(x for x in found["coded"] if x["path"] == "state['stack']")
-    row = INT8.nbytes(D * D // 4)
-    assert stack["nbytes_per_device"] == 2 * row
-    assert stack["gathered_bytes"] == 4 * 2 * row
-    assert stack["decoded_bytes"] == 2 * D * D * 2 // 4
-    assert stack["rms_error"] is None
-    assert found["exact"] == [
-        ["state['layers']['scale']", "no matrix product reads it as it is"],
-        ["state['looked_up']", "no matrix product reads it as it is"],
-        ["state['positions']", "no matrix product reads it as it is"],
-    ]
-    coded = eval_step.shard(new_params(jnp.bfloat16), np.zeros(4, np.int32))
-    text = str(eval_step.describe(coded, tokens))
-    assert "weights: 5 of 8 leaves are stored as int8 in blocks of 256, " in text
-    line = next(line for line in text.splitlines() if "state['stack'] bfloat16[2,128,128]" in line)
-    assert line.split()[:6] == ["8.1", "KiB", "32.5", "KiB", line.split()[4], line.split()[5]]
-    assert 0.5 < float(line.split()[4].rstrip("%")) < 1
-    compiled = eval_step.lower(coded, tokens).compile()
-    lines = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
-    assert any(f"u8[{row * 4}]" in line or f"u8[4,{row}]" in line for line in lines)
-    assert not any(f"bf16[{D}," in line.partition(" all-gather(")[0] for line in lines)
-
-
 def test_rows_are_saved_and_restored_without_the_weights(tmp_path):
     x, params = np.ones((4, D), np.float32), {"w": new_params()["stack"], "bias": jnp.ones(130)}
 

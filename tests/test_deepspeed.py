@@ -7,10 +7,7 @@ import runpy
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import jzero
@@ -117,21 +114,6 @@ def refused(config: Any, devices: Any = 8, auto: Any = None) -> str:
     return str(caught.value)
 
 
-def keys_of(config: Mapping[str, Any], section: str = "") -> list[str]:
-    """The dotted names of a configuration, those of sections left out."""
-    found = []
-    for name, value in config.items():
-        key = f"{section}.{name}".lstrip(".")
-        key = _table.ALIASES.get(key, key)
-        row = _table.KEYS.get(key)
-        is_read = row is None or row.is_read or key.endswith(".params")
-        if isinstance(value, Mapping) and value and is_read:
-            found += keys_of(value, key)
-        elif value is not None:
-            found.append(key)
-    return found
-
-
 def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with no short forms."""
     found = dict(options)
@@ -150,24 +132,6 @@ def test_configuration_is_translated(name: str):
     assert assigned(found.python(), "tx") == chain
     assert (found.optimizer is None) == ("make_optimizer" in chain)
     assert (found.schedule is None) == ('"scheduler"' not in (CONFIGS / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize("name", TRANSLATED)
-def test_every_key_has_one_note_in_its_order(name: str):
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
-    if config.get("zero_optimization") is True:
-        config["zero_optimization"] = {"stage": 1}
-    found = jzero.from_deepspeed(config, devices=8)
-    given = keys_of(config)
-    missing = [key for key in found.notes if key not in given]
-    assert list(found.notes) == [*given, *missing]
-    assert all(found.notes.values())
-    assert str(found).splitlines() == [f"{key}: {note}" for key, note in found.notes.items()]
-    allowed = {
-        "gradient_clipping", "bf16.check_grad_overflow", "zero_optimization.stage", "optimizer",
-        "gradient_accumulation_steps", "scheduler",
-    }  # fmt: skip
-    assert set(missing) <= allowed
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -248,11 +212,6 @@ def test_sizes_and_mesh():
     )
 
 
-def test_numpy_devices_and_whole_floats():
-    found = translated({"train_batch_size": 8.0}, np.int64(8))  # type: ignore[arg-type]
-    assert found.batch_size == 8
-
-
 def test_the_page_has_the_table():
     page = runpy.run_path(str(DOCS / "from_deepspeed.py"))["page"]()
     text = (DOCS / "from-deepspeed.md").read_text()
@@ -266,8 +225,11 @@ def test_the_example_of_the_page_is_translated():
     assert dict(found.options) == {"stage": 3, "microbatches": 2, "memory": HOST}
 
 
-def test_null_is_as_if_missing():
-    found = translated({**SMALL, "gradient_clipping": None, "scheduler": None})
+def test_null_is_as_if_missing_and_comments_are_no_keys():
+    found = translated(
+        {**SMALL, "gradient_clipping": None, "scheduler": None, "_comment": 1, "// a": 2}
+    )
+    assert not {"_comment", "// a"} & found.notes.keys()
     assert found.schedule is None
     assert found.notes["gradient_clipping"].startswith("Missing: ")
 
@@ -291,7 +253,6 @@ CHEAP = "Stage 1 communicates the same, and divides optimizer state by the devic
         ({ZERO: {"stage": 2, "stage3_prefetch_bucket_size": 10}}, PREFETCH, "Without effect at stage 2"),
         ({ZERO: {"stage": 3, "stage3_prefetch_bucket_size": 10}},
          PREFETCH, "prefetch_bytes=40): that number of elements of 4"),
-        ({ZERO: {"stage": 3, "prefetch_bucket_size": 10}}, PREFETCH, "prefetch_bytes=40"),
         *(({ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
            f"{OFFLOADED}.{key}", "Without effect: a ratio of 0 offloads nothing.")
           for key in ("device", "ratio")),
@@ -366,8 +327,6 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ("nowhere.json", ["nowhere.json cannot be read: No such file or directory", "Correct the path."]),
         ({}, ["neither train_batch_size nor train_micro_batch_size_per_gpu is given",
               'Write one of them, or auto={"train_batch_size": 64}.']),
-        ({"train_batch_size": 0}, ["train_batch_size is 0, not a whole number from 1."]),
-        ({"train_batch_size": 27}, ["train_batch_size is 27, with gradient_accumulation_steps 1, devices 8"]),
         ({"train_batch_size": "64", "zero_optimization": 2, "bf16": {"enabled": 1}},
          ["3 keys fail", "train_batch_size is '64', not a whole number from 1",
           "zero_optimization is 2, not an object", "bf16.enabled is 1, not true or false",
@@ -377,15 +336,8 @@ def test_every_key_of_the_table_has_one_note(key: str):
          ["bf16 is there twice, by two names", "Drop one of them."]),
         ({**SMALL, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
          ["bf16.enabled is true", "fp16.enabled is true", "Parameters have one dtype."]),
-        ({**SMALL, "zero_optimization": {"stage": 4}}, ["stage is 4, not 0, 1, 2 or 3."]),
-        ({**SMALL, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-         ["zero_optimization.offload_optimizer is on", "zero_optimization.stage is 0"]),
-        ({**SMALL, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-         ["zero_optimization.offload_param is on", "zero_optimization.stage is 2", "Write stage 3"]),
         ({**SMALL, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}},
          ["zero_optimization.offload_optimizer.ratio is 2, not a share, from 0 to 1."]),
-        ({**SMALL, "zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {}}},
-         ["They say the same. Drop zero_optimization.cpu_offload."]),
         ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
           "activation_checkpointing": {"cpu_checkpointing": True}},
          ["activation_checkpointing.cpu_checkpointing is true", "zero_optimization.offload_param is on"]),
@@ -397,8 +349,6 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "zero_optimization": {
             "stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x", "ratio": 0.5}}},
          ["offload_optimizer.device is 'nvme'", "ratio is 0.5", "Drop ratio, or use 'cpu'."]),
-        ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-         ["offload_param.device is 'nvme'", "offload_param.nvme_path is missing", "a folder of an NVMe"]),
         ({**SMALL, "zero_optimization": {
             "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
             "offload_param": {"device": "nvme", "nvme_path": "y"}}},
@@ -406,14 +356,8 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "zero_optimization": {
             "stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
          ["zero_optimization.offload_param is on", "zero_optimization.zero_hpz_partition_size is 2"]),
-        ({**SMALL, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}},
-         ["zero_hpz_partition_size is 2", "mics_shard_size is 2", "Drop one of them."]),
-        ({**SMALL, "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
-         ["zero_hpz_partition_size is 2", "zero_optimization.stage is 2"]),
         ({**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 3}},
          ["mics_shard_size is 3", "there are 8 devices", "groups of one size"]),
-        ({**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 2.5}},
-         ["zero_optimization.mics_shard_size is 2.5, not a whole number"]),
         *(({**ADAM, "zero_optimization": {"stage": 2, key: True}},
            [f"{key} is true", "zero_optimization.stage is 2", "It is a part of stage 3 in DeepSpeed.",
             "Use stage 3, or set it to false."])
@@ -424,10 +368,6 @@ def test_every_key_of_the_table_has_one_note(key: str):
           "Gradients are communicated in one of the two. Drop one of them."]),
         ({**ADAM, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
          ["What gradients lose by quantization is not kept for the next step"]),
-        ({**ADAM, "zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-         ["use zero_quantized_weights"]),
-        ({**SMALL, "communication_data_type": "int8"}, ["communication_data_type is 'int8'", "'bf16'"]),
-        ({**SMALL, "gradient_clipping": 10**309}, ["000, not a number from 0"]),
         ({**SMALL, "zero_optimization": "auto", "bf16": "auto"},
          ['zero_optimization is "auto", not an object', 'bf16 is "auto", not an object', "Write its keys"]),
         ({**SMALL, "k" * 5000: 1, "a\nb": 1}, [f"{'k' * 100}...{'k' * 100} is no key", "a\\nb is no key"]),
@@ -437,22 +377,11 @@ def test_every_key_of_the_table_has_one_note(key: str):
          ["gradient_clipping is 1", "bf16.enabled is true", "bf16.check_grad_overflow is true", "Drop one"]),
         ({**SMALL, "compression_training": {"layer_reduction": {"enabled": True}}},
          ["compression_training is {", "Compression changes the model"]),
-        ({**SMALL, "compression_training": {"layer_reduction": 3}}, ["Compression changes the model"]),
         ({**SMALL, "gradient_clipping": -1}, ["gradient_clipping is -1, not a number from 0"]),
-        ({**SMALL, "gradient_allreduce_op": "sum"}, ["gradient_allreduce_op is 'sum'. The gradients are"]),
         ({**SMALL, "torch_autocast": {"enabled": True, "dtype": "float16"}},
          ["torch_autocast.dtype is 'float16'", "Write 'bfloat16'."]),
-        ({**SMALL, "torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
-         ["torch_autocast.enabled is true", "bf16.enabled is true", "Drop one of them."]),
-        ({**SMALL, "amp": {"enabled": "auto"}}, ['amp.enabled is "auto"']),
-        ({**SMALL, "elasticity": {"enabled": True}}, ["elasticity is {'enabled': True}. It chooses batch"]),
-        ({**SMALL, "optimizer": {"type": "Adm"}},
-         ["optimizer.type is 'Adm' (perhaps 'adam')", "use your own"]),
-        ({**SMALL, "optimizer": {"type": "Muon"}}, ["optax.contrib.muon differs"]),
         ({**SMALL, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
          ["optimizer.params.max_grad_norm", "write gradient_clipping if it is not there."]),
-        ({**SMALL, "optimizer": {"type": "Adam", "params": {"max_grad_norm": {}}}},
-         ["optimizer.params.max_grad_norm is {}"]),
         ({**SMALL, "optimizer": {"type": "Adam", "params": {
             "lrr": 1, "betas": [1, 2], "eps": "x", "weight_decay": -1, "amsgrad": True}}},
          ["5 keys fail", "optimizer.params.lrr is no key (perhaps 'optimizer.params.lr')",
@@ -462,13 +391,8 @@ def test_every_key_of_the_table_has_one_note(key: str):
           "optimizer.params.amsgrad is true. jzero translates no AMSGrad"]),
         ({**SMALL, "optimizer": {"type": "SGD", "params": {"nesterov": True}}},
          ["optimizer.params.nesterov is true", "optimizer.params.momentum is missing"]),
-        ({**SMALL, "scheduler": {"type": "StepLR"}}, ["scheduler.type is 'StepLR'", "optax schedule"]),
-        ({**SMALL, "scheduler": {"type": "WarmupDecayLR"}},
-         ["scheduler.params.total_num_steps is missing"]),
         ({**ADAM, "scheduler": {"type": "WarmupLR"}},
          ["scheduler.params.warmup_max_lr is missing", "write the one you mean."]),
-        ({**SMALL, "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
-         ["scheduler.type is 'WarmupCosineLR'", "there is no optimizer"]),
         ({**SMALL, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
          ["scheduler.params.cycle_momentum is true", "there is no optimizer"]),
     ],
@@ -535,30 +459,6 @@ def test_the_command_refuses_in_words_of_its_flags(tmp_path: pathlib.Path):
     assert done.returncode == 2
     assert "jzero deepspeed: train_batch_size and" in done.stderr
     assert "with --devices 8" in done.stderr
-
-
-def test_a_translated_step_trains():
-    """With its mesh, options and masters, as the same chain under `jax.jit`."""
-    found = jzero.from_deepspeed(CONFIGS / "hpz.json", devices=8)
-    mesh = jax.make_mesh(tuple(found.mesh_axes.values()), tuple(found.mesh_axes))
-    tx = found.optimizer
-    assert tx is not None
-
-    def step(state: Any, x: jax.Array) -> Any:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2).astype(jnp.float32))(
-            params
-        )
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-    w, x = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
-    whole, _ = jax.jit(step)((w, tx.init(w)), x)
-    train_step = jzero.shard_train_step(step, mesh=mesh, **found.options)
-    state, _ = train_step((w, tx.init(w)), x)
-    assert state[0].sharding.spec in (jax.P("local"), jax.P("local", None))
-    ours = train_step.unshard(state)[0]
-    np.testing.assert_allclose(np.float32(ours), np.float32(whole[0]), rtol=1e-2)
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])

@@ -193,15 +193,6 @@ def test_hidden_size_says_how_much_is_fetched_ahead():
     assert found.options["comm"].prefetch_bytes == 9000 * 4
 
 
-def test_comments_are_no_keys():
-    found = jzero.from_deepspeed({
-        "_comment": "x", "//": "y", "// a": 1, "train_batch_size": 8,
-        "optimizer": {"_": 1, "type": "Adam", "params": {"// lr": "base", "lr": 0.1}},
-    })  # fmt: skip
-    assert [key for key in found.notes if "_comment" in key or "//" in key or "._" in key] == []
-    assert assigned(found.python(), "tx").startswith("optax.adamw(0.1,")
-
-
 ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_decay": "auto"}}}
 
 
@@ -209,8 +200,6 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
     ("config", "auto", "parts"),
     [
         (SMALL, 8, ["auto is 8. It has values by names", 'Write auto={"learning_rate": 1e-4}.']),
-        (SMALL, {8: 8}, ["It has values by names of the Trainer or of DeepSpeed."]),
-        (SMALL, {"warmup_ratio": "x"}, ["warmup_ratio is 'x'. It is a number. Correct it."]),
         (ADAM_OF, {"learnin_rate": 1},
          ["learnin_rate is no name of the Trainer that fills a key, and no key here (perhaps 'learning"]),
         (ADAM_OF, {"weight_decay": 0, "warmup_steps": 100},
@@ -227,18 +216,13 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
          ["3 keys fail", "learning_rate is 0.2, and optimizer.params.lr is 0.1",
           "adam_beta1 fills nothing: it is of optimizer.params.betas, with adam_beta2",
           "bf16 fills nothing: it is of bf16.enabled\n", "Correct or drop them."]),
-        ({**SMALL, "fp16": {"enabled": False}, "bf16": {"enabled": False}}, {"enabled": True},
-         ["enabled is the name of fp16.enabled, bf16.enabled: write one of them"]),
         (EVERY_AUTO, {**AUTO, "adam_beta2": None},
          ["adam_beta1 fills nothing: it is of optimizer.params.betas, with adam_beta2"]),
         (EVERY_AUTO, {**AUTO, "gradient_accumulation_steps": None},
          ['gradient_accumulation_steps is "auto"',
           'Write auto={"per_device_train_batch_size": 2, "max_grad_norm": 1.0,',
           '"bf16": True, "gradient_accumulation_steps": 1}, with the values of your run.']),
-        ({"train_batch_size": "auto"}, None,
-         ['train_batch_size is "auto"', 'auto={"train_batch_size": ...}']),
         ({**SMALL, "amp": {"enabled": "auto"}}, None, ['auto={"amp.enabled": ...}, with the values of']),
-        (ADAM_OF, {"weight_decay": "x"}, ["optimizer.params.weight_decay is 'x', not a number"]),
         (EVERY_AUTO, {**AUTO, "train_batch_size": 100}, ["train_batch_size is 100, with train_micro_batch"]),
     ],
     ids=lambda x: x[0][:40] if isinstance(x, list) else "",

@@ -288,29 +288,6 @@ def test_one_cycle_sets_betas(name: str, update: Update):
     assert found.notes["optimizer.params.betas"] == "Without effect: OneCycle sets them."
 
 
-def test_the_first_beta_after_the_cycle():
-    schedule = jzero.deepspeed.one_cycle_momentum(0.5, 0.9, 0.02, 10, 6, 5, 3, 4)
-    options = {
-        "cycle_min_mom": 0.5, "decay_mom_rate": 0.02, "cycle_first_step_size": 10,
-        "cycle_second_step_size": 6,
-        "cycle_first_stair_count": 5, "cycle_second_stair_count": 3, "decay_step_size": 4,
-    }  # fmt: skip
-    found = [float(schedule(n)) for n in range(30)]
-    np.testing.assert_allclose(found, [first_beta(options, n - 1) for n in range(30)], rtol=2e-6)
-
-
-def test_betas_stay_without_cycle_momentum():
-    found = translated(
-        optimizer={"type": "Adam", "params": {"lr": 0.1}},
-        scheduler={"type": "OneCycle", "params": {**MOMENTUM, "cycle_momentum": False}},
-    )
-    assert found.optimizer is not None
-    wanted = expected(adam, lambda n: {}, lambda n: one_cycle(MOMENTUM, n - 1))
-    assert_equal(trained(found.optimizer), wanted)
-    note = found.notes["scheduler.params.cycle_min_mom"]
-    assert note == "Without effect: cycle_momentum is false."
-
-
 def test_sgd_has_no_betas_to_set():
     found = translated(
         optimizer={"type": "SGD", "params": {"momentum": 0.9}},

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -143,34 +142,6 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
     assert_close(found, plain(loss, trains))
 
 
-@pytest.mark.slow
-def test_hessians_and_batches_of_gradients():
-    w, x = params_of(), batch_of()[:8]
-    step = sharded(max_over_rows, False, small.auto_mesh(data=8))
-    state, several = step.shard(w), jnp.stack([x, 2 * x, -x])
-    for take, given in ((jax.hessian, x), (lambda f: jax.vmap(jax.grad(f)), several)):
-        expected = take(lambda x: max_over_rows(w, x))(given)
-        assert_close(take(lambda x: step(state, x))(given), expected)
-        assert_close(jax.jit(take(lambda x: step(state, x)))(given), expected)
-
-
-@pytest.mark.slow
-def test_one_of_many_is_traced_once():
-    times: list[None] = []
-
-    def loss(w, x):
-        times.append(None)
-        return max_over_rows(w, x)
-
-    step, x = sharded(loss, False, small.auto_mesh(data=8)), batch_of()
-    state = step.shard(params_of())
-    for _ in range(3):
-        jax.grad(lambda x: step(state, x))(x)
-    assert len(times) == 2  # To be sharded, and to be differentiated.
-    jax.jit(lambda x: step(state, x))(x)
-    assert len(times) == 2
-
-
 def test_gradients_lie_as_what_they_are_of():
     mesh = small.auto_mesh(data=8)
 
@@ -236,19 +207,6 @@ def test_beside_automatic_axes():
     state = step.shard(w)
     for take in (jax.grad, lambda fn, argnums: jax.jit(jax.grad(fn, argnums))):
         assert_close(take(step, (0, 1))(state, x), jax.grad(free, (0, 1))(w, x))
-
-
-@pytest.mark.slow
-def test_under_explicit_axes():
-    mesh = small.mesh(AxisType.Explicit, data=8)
-    w, x = params_of(), batch_of()
-    expected = jax.grad(max_over_rows, (0, 1))(w, x)
-    with jax.set_mesh(mesh):
-        step = sharded(max_over_rows, False, mesh)
-        state = step.shard(w)
-        for given in (x, jax.device_put(x, P("data"))):
-            assert_close(jax.grad(step, (0, 1))(state, given), expected)
-            assert_close(jax.jit(jax.grad(step, (0, 1)))(state, given), expected)
 
 
 def test_effects_and_callbacks():

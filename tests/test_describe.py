@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 import jzero
@@ -160,63 +158,10 @@ def test_leaves_alike_are_one_line():
     assert "100xstate[0]['scale_{0..99}']float32[]" in text
 
 
-def test_what_was_gathered_or_assumed_is_named():
-    text = " ".join(str(described("300 leaves")).split())
-    assert "1 operation moves rows of the batch" in text
-    assert "arguments: x sharded along dim 0" in text
-    assert (
-        "outputs: output[1]['{loss,median}'] replicated; output[1]['rows'] sharded along dim 0"
-        in text
-    )
-    written = described("written")
-    assert "PRNG keys, folded with the device's index: key" in " ".join(str(written).split())
-    assert written.to_dict()["keys"] == ["key"]
-    assert {"path": "key", "dim": None} in written.to_dict()["arguments"]
-
-
-def expand(text):
-    """The names that a folded one stands for."""
-    head, brace, tail = text.partition("{")
-    if not brace:
-        return [text]
-    inside, _, tail = tail.partition("}")
-    items: list[str] = []
-    for item in inside.split(","):
-        first, dots, last = item.partition("..")
-        items += map(str, range(int(first), int(last) + 1)) if dots else [item]
-    return [head + item + rest for item in items for rest in expand(tail)]
-
-
-@pytest.mark.slow
-@given(
-    st.lists(
-        st.tuples(*[st.sampled_from(words) for words in (("h", "g"), "0123", "wbc")]), max_size=40
-    )
-)
-@settings(max_examples=60, deadline=None)
-def test_a_fold_stands_for_exactly_its_names(parts):
-    names = [f"{a}_{b}['{c}']" for a, b, c in parts]
-    found = folded(names)
-    assert sorted(itertools.chain(*(expand(each.text) for each in found))) == sorted(set(names))
-    assert [each.num for each in found] == [len(expand(each.text)) for each in found]
-
-
 def test_folded_names_in_one_line():
     assert listed([f"h_{i}" for i in range(12)] + ["x", "y.z"], 2) == "h_{0..11}, x and 1 more"
     assert folded([f"[{c}]" for c in "bcdefghijk"])[0] == ("[{b,c,d,e,f,g,...}]", 10)
     assert folded(["07", "08", "09", "10", "1"])[0].text == "{1,07..10}"
-
-
-@pytest.mark.slow
-@given(st.text("ab1.,['] /", max_size=120), st.integers(12, 40))
-@settings(max_examples=100, deadline=None)
-def test_lines_are_wrapped_between_numbers(text, width):
-    numbers = re.findall(r"[\d.,]*\d[\d.,]*", text)
-    lines = wrapped(text, "  ", width)
-    assert "".join("".join(lines).split()) == "".join(text.split())
-    long = max(map(len, re.findall(r"[\d.,_]+", text)), default=0)
-    assert all(len(line) <= max(width, long + 2) for line in lines)
-    assert re.findall(r"[\d.,]*\d[\d.,]*", "\n".join(lines)) == numbers
 
 
 def test_a_size_stays_with_its_unit():

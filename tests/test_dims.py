@@ -235,23 +235,6 @@ def test_what_the_devices_do_not_divide(shape):
 
 
 @pytest.mark.slow
-def test_results_of_tokens_stay_in_parts():
-    """Logits of an evaluation come back as the tokens went in; of each row, a number in rows."""
-    mesh = small.auto_mesh(data=2, context=4)
-    x = jnp.asarray(np.random.RandomState(0).randn(8, 8, 4))
-    w = jnp.asarray(np.random.RandomState(1).randn(4, 32))
-
-    def predict(w, x):
-        return x @ w, (x @ w).mean((1, 2)), x.sum()
-
-    evaluate = jzero.shard_eval_step(predict, mesh=mesh, in_specs={"x": P("data", "context")})
-    found = evaluate(w, x)
-    assert [y.sharding.spec for y in found] == [P("data", "context"), P("data"), P()]
-    for y, expected in zip(found, predict(w, x), strict=True):
-        np.testing.assert_allclose(y, expected, rtol=1e-12)
-
-
-@pytest.mark.slow
 def test_arguments_without_a_spec_have_rows_as_the_others():
     """What `in_specs` does not name is split along dim 0, over the axes that split rows."""
 

@@ -278,11 +278,3 @@ def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPat
     assert errors
     assert all("moves tiles through the same memory" in text for text in errors)
     assert_same_bits(found, expected[-1])
-
-
-def test_a_report_says_so(tmp_path: Any):
-    train_step = step_of(True, OPTIMIZERS["adamw"], 2, tmp_path)
-    state = train_step.shard(new_state(True, LAYERS, OPTIMIZERS["adamw"]), batch(0))
-    text = " ".join(str(train_step.describe(state, batch(0))).split())
-    assert "while earlier layers compute, in 4 slices, if the last step did not clip" in text
-    assert "old values" not in text

@@ -18,7 +18,7 @@ from jzero.offload._early_plan import EarlyPlan
 from jzero.offload._layer_schedule import ITERATION, STRETCH
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.schedule._ops import Send
+from jzero.offload.schedule._ops import Run, Send, flat
 from test_offload_params import batch, make_step, new_state
 
 pytest.importorskip("llvmlite")

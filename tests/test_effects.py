@@ -82,23 +82,6 @@ def in_order(w, x):
     return w, loss
 
 
-def in_layers_and_order(w, x):
-    tell("before", w[0])
-
-    def act(i, h):
-        tell("layer", i)
-        tell("again", w[i, 0])
-        return h
-
-    def loss(w, x):
-        h, doubled = layers(w, x, act)
-        return jnp.mean(h**2) + 0 * doubled.sum()
-
-    w, value = descent(loss, w, x)
-    tell("behind", value)
-    return w, value
-
-
 def in_two_loops(w, x):
     """What a later loop over microbatches computes again is not done again."""
 
@@ -107,15 +90,6 @@ def in_two_loops(w, x):
         return h
 
     return descent(lambda w, x: jnp.sqrt(jnp.mean(layers(w, x, act)[0] ** 2)), w, x)
-
-
-def in_a_checkpoint(w, x):
-    def act(i, h):
-        jax.debug.callback(functools.partial(note, "layer"), i, w[0, 0])
-        return h
-
-    fn = jax.checkpoint(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2))
-    return descent(fn, w, x)
 
 
 def answers_in_layers(w, x):
@@ -141,10 +115,8 @@ def answers_that_steer(w, x):
     return descent(lambda w, x: mean_square(w * scale, x), w, x)
 
 
-ORDERED = {fn.__name__: fn for fn in (in_order, in_layers_and_order, in_two_loops)}
-STEPS = ORDERED | {
-    fn.__name__: fn for fn in (in_a_checkpoint, answers_in_layers, answers_that_steer)
-}
+ORDERED = {fn.__name__: fn for fn in (in_order, in_two_loops)}
+STEPS = ORDERED | {fn.__name__: fn for fn in (answers_in_layers, answers_that_steer)}
 
 
 def trained(step, state, x):

@@ -96,19 +96,6 @@ def test_the_largest_model_fits_and_no_larger_one(options, memory):
 # -- what is printed -------------------------------------------------------------------------------
 
 
-def test_what_gradients_mean_is_said():
-    def text(**options):
-        return " ".join(str(jzero.estimate("1B", devices=8, **grouped(**options))).split())
-
-    assert "sharded: reduced as they are produced" in text(stage=2)
-    assert "whole, as the paper counts; jzero reduces them as they are" in text(stage=1)
-    assert "whole until they are reduced" in text(stage=1, accumulate=2)
-    kept = text(stage=3, accumulate=2, gather="once_per_step")
-    assert "gathered parameter 1.9 GiB 1.9 GiB gathered during the whole step" in kept
-    assert "sums 2 microbatches" in kept
-    assert "A step moves nothing between devices." in str(jzero.estimate(1000, devices=1))
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
@@ -169,24 +156,6 @@ def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     assert eight.time.compute * 8 == pytest.approx(one.time.compute)
     assert eight.to_dict()["model_parallel"] == 8
     assert "over 512 devices, 8 for each part of" in str(eight)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offload": jzero.HostCPU()},
-        {"offload": jzero.NVMe("files")},
-        {"offload": jzero.HostCPU(), "offload_params": jzero.PinnedHost(2**30)},
-    ],
-    ids=str,
-)
-def test_model_parallelism_divides_what_hosts_have(options):
-    one, eight = (
-        jzero.estimate("8B", devices=64, model_parallel=k, **grouped(**options)) for k in (1, 8)
-    )
-    assert eight.hosted_bytes * 8 == one.hosted_bytes
-    for of_one, of_eight in zip(one.transfers, eight.transfers, strict=True):
-        assert of_eight.nbytes * 8 == of_one.nbytes
 
 
 # -- messages --------------------------------------------------------------------------------------

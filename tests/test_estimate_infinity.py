@@ -4,7 +4,6 @@ import json
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 import jzero
@@ -93,21 +92,6 @@ def test_what_crosses(options, expected):
     """Bytes for each parameter of an eighth."""
     found = by_way(estimate(**options).transfers)
     assert found == {key: size * PSI // 8 for key, size in expected.items()}
-
-
-@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_activations_cross_twice(offload, accumulate):
-    """ZeRO-Infinity, section 3: 2 bytes for each token, layer and element of its input."""
-    found = jzero.estimate(
-        PSI, devices=8, **grouped(offload=offload, accumulate=accumulate, **KEPT)
-    )
-    nbytes = 2 * 4096 * 24 * 2048
-    assert by_way(found.transfers)[DOWN, "activation"] == nbytes
-    assert by_way(found.transfers)[UP, "activation"] == nbytes
-    assert rows(found)["activation"] == (0, nbytes // accumulate, False)
-    in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **grouped(**KEPT))
-    assert by_way(in_float32.transfers)[UP, "activation"] == 2 * nbytes
 
 
 def test_layer_major_gathers_and_reduces_once():
@@ -272,19 +256,6 @@ def test_what_devices_exchange_in_which_part(options, expected):
     assert {p.name: p.ways["between devices"] for p in found.parts if p.ways} == expected
 
 
-def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
-    axes: Any = {
-        "devices": {"node": 2, "local": 4},
-        "param_axes": "local",
-        "optimizer_axes": "local",
-    }
-    rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(
-        jzero.estimate(PSI, **grouped(reduce_dtype={"node": jnp.int8}, **axes, **rates))
-    )
-    assert [part.name for part in found.parts if part.ways] == ["forward pass", "backward pass"]
-
-
 def test_parts_of_a_step():
     """All ways at the same time: the slowest of them counts, and what compute hides does not."""
     rates = {"peak": "100TFLOP/s", "pcie": "10GB/s", "host_update": "50GB/s"}
@@ -333,15 +304,6 @@ def test_what_is_printed_fits_and_is_in_the_dict():
     assert [part["part"] for part in numbers["time"]["parts"]] == [p.name for p in time.parts]
     assert numbers["time"]["hides_from_tokens"] == time.hides_from
     assert numbers["time"]["rates"]["pcie"] == 55 * 10**9
-
-
-def test_a_rate_that_is_not_given_is_said():
-    text = " ".join(str(estimate(tokens="8K", peak="989TFLOP/s")).split())
-    assert (
-        "Not counted, because no rate was given: to host, to device, between devices, host update."
-        in text
-    )
-    assert "time" not in estimate().to_dict()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`estimate` and `describe` of optimizer state in files: bytes on the disk, what moves, time, wear; flags."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,30 +8,9 @@ import pytest
 import jzero
 import test_cli
 from small import grouped
-from test_estimate_offload import COUNTER, PSI, by_way, found_by
+from test_estimate_offload import by_way
 
 RATES: dict[str, Any] = dict(tokens="32K", peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "in_place"),
-    [(3, "mixed", False), (1, "float32", True), (2, "float32_masters", True)],
-)
-def test_a_step_is_as_estimated(stage: int, precision: str, in_place: bool, tmp_path: Path):
-    policy = jzero.NVMe(tmp_path, host_bytes=2**16, in_place=in_place)
-    found = found_by(precision, stage=stage, offload=policy)
-    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
-    assert by_way(found.transfers) == by_way(expected.transfers) != {}
-    rows = {row.role: row for row in found.memory}
-    wanted = {row.role: row for row in expected.memory}
-    assert rows["optimizer state"].per_device == COUNTER
-    assert rows["optimizer state"].on_host == wanted["optimizer state"].on_host == 0
-    assert rows["optimizer state"].on_disk == wanted["optimizer state"].on_disk > 0
-    assert expected.on_disk == (1 if in_place else 2) * rows["optimizer state"].on_disk
-    assert rows["parameter"].per_device == wanted["parameter"].per_device
-    text = " ".join(str(found).split())
-    assert "leaves are stored in files on NVMe" in text
-    assert ("(once, written over)" if in_place else "(twice, the new one beside the old)") in text
 
 
 def test_the_host_has_tiles_and_what_is_on_its_way():
@@ -149,18 +127,6 @@ def test_the_largest_model_with_parameters_in_files():
     assert found.largest_model("32GB", disk_memory="28TB") == 28 * 10**12 // 28 * 16
     bytes_of_host = 2**28 + 2**27 + 2 * 10**9
     assert found.largest_model("32GB", bytes_of_host, "28TB") == 16 * 10**9
-
-
-def test_flags_of_parameters_in_files():
-    flags = (
-        "estimate --params 1T --devices 16 --stage 3 --offload nvme --host-bytes 256MiB "
-        "--offload-params 64MiB --params-in-files --memory 32GB --disk-memory 28TB --json"
-    )
-    (stage,) = json.loads(test_cli.output(*flags.split()))["stages"]
-    policies = in_files() | {"offload_params": jzero.NVMe("x", device_bytes=2**26)}
-    expected = jzero.estimate("1T", devices=16, **grouped(**policies))
-    assert stage["memory"] == expected.to_dict()["memory"]
-    assert stage["largest_model"] == expected.largest_model("32GB", disk_memory="28TB")
 
 
 @pytest.mark.parametrize("flags", ["--offload host --offload-params 2GiB", "--offload nvme"])

@@ -231,28 +231,6 @@ def test_state_in_several_arguments():
     same(eval_step(placed[0], tokens, placed[1]), expected)
 
 
-@pytest.mark.slow
-def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
-    mesh = small.auto_mesh(data=8)
-    train_step = jzero.shard_train_step(
-        lambda w, x: w - 0.1 * lax.pmean(jax.grad(lambda w: (x @ w).sum())(w), "batch"),
-        mesh=mesh,
-        axes=jzero.Axes(axis_name="batch", min_shard_bytes=0),
-    )
-    w = train_step(jnp.ones((16, 4)), jnp.ones((8, 16)))
-
-    @jzero.shard_eval_step(like=train_step, static_argnames="power")
-    def moment(w, x, power):
-        return lax.pmean(((x @ w) ** power).mean(), "batch"), x @ w
-
-    x = np.random.default_rng(0).normal(size=(16, 16))
-    for power in (1, 2):
-        rows = x @ np.asarray(w)
-        same(moment(w, x, power=power), ((rows**power).mean(), rows))
-    # It may be written for the whole batch; a train step that names no axis is refused.
-    same(jzero.shard_eval_step(lambda w, x: x @ w, like=train_step)(w, x), x @ np.asarray(w))
-
-
 # -- and what it costs -----------------------------------------------------------------------------
 
 
@@ -297,27 +275,6 @@ def unrolled(params, prompt, key):
     return lax.scan(iteration, prompt, jax.random.split(key, 3))
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_is_gathered_in_each_iteration():
-    """Layers that are unrolled inside a decoding loop: as many gathered at a time, however many there are."""
-    sizes = {}
-    train_step = shard_train_step(step_fn, mesh=small.auto_mesh(data=8), prefetch_bytes=0)
-    for layers in (4, 12):
-        squares = np.random.default_rng(0).normal(size=(layers, 64, 64)) / 8
-        params = {"blocks": {"square": list(map(jnp.asarray, squares))}}
-        inputs = np.ones((16, 64)), jax.random.key(0)
-        for gather in (None, "per_pass"):
-            eval_step = jzero.shard_eval_step(
-                unrolled, like=train_step, comm=jzero.Comm(gather=gather)
-            )
-            placed = eval_step.shard(params)
-            sizes[layers, gather] = temporaries(eval_step, placed, *inputs)
-            same(eval_step(placed, *inputs), one_device(unrolled)(params, *inputs))
-    each = 64 * 64 * 8
-    assert sizes[12, None] - sizes[4, None] >= 8 * each
-    assert sizes[12, "per_pass"] - sizes[4, "per_pass"] < each
-
-
 def test_what_is_not_read_is_not_taken():
     train_step, state = trained()
     tokens, key = tokens_of(16), jax.random.key(0)
@@ -351,26 +308,6 @@ def test_what_is_not_read_may_be_no_array(unread):
             np.testing.assert_array_equal(
                 eval_step(state | {"unread": unread}, jnp.ones((8, 16))), 16.0
             )
-
-
-@pytest.mark.slow
-def test_it_is_traced_once_for_each_shape_and_layout():
-    train_step, (params, opt_state) = trained()
-    traces = []
-
-    def loss(params, tokens):
-        traces.append(tokens.shape)
-        return loss_fn(params, tokens)
-
-    eval_step = jzero.shard_eval_step(loss, like=train_step)
-    for rows in (16, 16, 8, 16, 8):
-        eval_step(params, tokens_of(rows))
-    assert traces == [(16, CONTEXT), (8, CONTEXT)]
-    (params, _), _ = train_step((params, opt_state), tokens_of(16))
-    eval_step(params, tokens_of(16))
-    assert len(traces) == 2
-    eval_step(train_step.unshard(params), tokens_of(16))
-    assert len(traces) == 3  # Whole on every device: nothing is to be gathered.
 
 
 # -- refused ---------------------------------------------------------------------------------------

@@ -145,27 +145,6 @@ def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
     assert all(np.any(up != 0) for up in ups)
 
 
-@pytest.mark.slow
-def test_clip_in_microbatches_is_clip(tmp_path, capsys):
-    """The script's own check, and the same losses with four microbatches as with one."""
-    script, found = load("clip_accumulate"), []
-    for num in (1, 4):
-        options = [
-            *OPTIONS["clip_accumulate"],
-            "--batch-size=32",
-            f"--microbatches={num}",
-            "--steps=4",
-        ]
-        check = "--check=1" if num == 4 else "--check=0"
-        with jax.numpy_rank_promotion("allow"):
-            script.main([*options, check, f"--checkpoints={tmp_path / str(num)}"])
-        printed = capsys.readouterr().out
-        found.append([float(loss) for loss in losses(printed).values()])
-        assert ("checked: two steps" in printed) == (num == 4)
-    assert len(found[0]) == 4
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_fits_on_three_screens(path):
     # A Llama whose modules have Hugging Face's names takes one screen more.

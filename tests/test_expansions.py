@@ -120,15 +120,6 @@ def layers():
     return 0.1 * jax.random.normal(jax.random.key(1), (4, 64, 64))
 
 
-def traffic(accumulate):
-    sharded = jzero.shard_train_step(
-        layered, stage=3, axes=jzero.Axes(min_shard_bytes=0), microbatches=accumulate
-    )
-    report = sharded.describe(layers(), jnp.ones((16, 64)))
-    assert not report.movements
-    return sorted(map(str, report.traffic))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_coming_defaults_in_a_step_with_collectives_of_its_own(flag):
@@ -169,19 +160,3 @@ def test_coming_defaults_cast_parameters_before_they_are_gathered(flag):
         found = train_step.describe([jnp.ones((64, 64))] * 2, jnp.ones((16, 64)))
     assert found.elements("all-gather", "bfloat16") == 4 * 64 * 64
     assert found.elements("all-gather") == 4 * 64 * 64
-
-
-@pytest.mark.slow
-def test_parameters_pass_a_barrier_in_shards():
-    """One of the step's own, around a parameter and rows."""
-
-    def step(w, x):
-        held, rows = jax.lax.optimization_barrier((w, x))
-        grad = jax.grad(lambda w: jnp.mean((rows @ w.astype("bfloat16")) ** 2).astype("float32"))
-        return w - grad(held), jnp.mean(rows)
-
-    x = jnp.ones((16, 64), "bfloat16")
-    found = jzero.shard_train_step(step, axes=jzero.Axes(min_shard_bytes=0)).describe(
-        jnp.ones((64, 64)), x
-    )
-    assert {c.dtype for c in found.traffic if c.op == "all-gather"} == {"bfloat16"}

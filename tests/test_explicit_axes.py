@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -196,21 +196,6 @@ def test_evaluates_and_restores(tmp_path):
         close(outs, expected_after(2)[1])
 
 
-@pytest.mark.slow
-def test_some_axes_explicit_and_no_devices():
-    for types in ((AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
-        mesh = jax.make_mesh(*MESHES["data and model"], axis_types=types)
-        assert sharded(mesh, "argument").describe(init(), X).movements == ()
-    sizes, names = MESHES["data and model"]
-    abstract = AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * 2)
-    plan = sharded(abstract, "argument").plan(jax.eval_shape(init), X)
-    assert plan.leaves == sharded(explicit("data and model"), "argument").plan(init(), X).leaves
-    train_step = sharded(explicit("data and model"), "argument")
-    with jax.set_mesh(explicit("data and model")):
-        found = train_step.state_shardings(init(), X)
-        assert set(jax.tree.leaves(found)[0].mesh.axis_types) == {AxisType.Explicit}
-
-
 LAYOUTS = {
     "reshard": lambda h, mesh: jax.sharding.reshard(h, P("data", "model")),
     "reshard, a sharding": lambda h, mesh: jax.sharding.reshard(h, NamedSharding(mesh, P("data"))),
@@ -231,25 +216,6 @@ def test_layouts_of_a_step_s_own(layout):
     assert "a layout over Explicit mesh axes at " in text
     assert "test_explicit_axes.py:" in text
     assert "Write jax.lax.with_sharding_constraint(x, jax.P(...))" in text
-
-
-TAKEN = {
-    "constraint": lambda h: jax.lax.with_sharding_constraint(h, P("data", "model")),
-    "auto_axes": lambda h: jax.sharding.auto_axes(jnp.sin, out_sharding=P("data", "model"))(h),
-    "explicit_axes": lambda h: jax.sharding.explicit_axes(jnp.sin, in_sharding=P("data", "model"))(
-        h
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", TAKEN)
-def test_layouts_that_are_constraints(layout):
-    mesh = explicit("data and model")
-    train_step = small.shard_train_step(step_of(TAKEN[layout]), mesh=mesh, axes="data", stage=3)
-    state, outs = train_step(init(), X)
-    plain = step_of(jnp.sin if "axes" in layout else lambda h: h)
-    close([state, outs], jax.jit(plain)(init(), X))
 
 
 @pytest.mark.parametrize("put", ["state", "batch", "both"])

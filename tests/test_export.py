@@ -163,28 +163,6 @@ def test_every_dtype_both_ways(tmp_path):
     assert_same(found, made)
 
 
-@pytest.mark.slow
-def test_plain_orbax(tmp_path):
-    """Without roles: what is under params, or what is asked for; whatever Orbax's format is."""
-    state: dict[str, Any] = {
-        "params": new_params(),
-        "stats": {"mean": np.arange(4.0)},
-        "step": 3,
-        "name": "x",
-    }
-    for use_ocdbt in (True, False):
-        with ocp.PyTreeCheckpointer(use_ocdbt=use_ocdbt) as checkpointer:
-            checkpointer.save(tmp_path / f"{use_ocdbt}", state)
-        run("export", tmp_path / f"{use_ocdbt}", tmp_path / "out.safetensors", "--overwrite")
-        assert_same(load_file(tmp_path / "out.safetensors"), tensors(state["params"]))
-    flags = ["--select", "^stats|layers/0|^step", "--dtype", "fp16"]
-    run("export", tmp_path / "True", tmp_path / "some.safetensors", *flags)
-    found = load_file(tmp_path / "some.safetensors")
-    assert {name: str(x.dtype) for name, x in found.items()} == {
-        "params.layers.0": "float16", "stats.mean": "float16", "step": "int64",
-    }  # fmt: skip
-
-
 def test_relative_paths(saved, tmp_path, monkeypatch):
     path, state = saved
     monkeypatch.chdir(path)

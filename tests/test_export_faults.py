@@ -336,12 +336,6 @@ def test_two_leaves_of_one_name(tmp_path):
     assert "  - __metadata__ would be a tensor, and is not a tensor's name" in str(caught.value)
 
 
-def test_patterns_that_are_too_much(checkpoints, tmp_path):
-    for select in ("a{99999999999999}", "(" * 5000):
-        with pytest.raises(jzero.OptionError, match="It is a regular expression of Python"):
-            _export.export_weights(checkpoints[NEW], tmp_path / "m.safetensors", select=select)
-
-
 # Imports.
 
 

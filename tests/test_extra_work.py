@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jzero
-import small
 from experiments.shared.gpt import GPT, make_step
 from small import grouped
 
@@ -79,30 +78,6 @@ def test_rows_that_the_devices_do_not_divide(num, options, share, why, fix):
     assert warning.startswith(
         f"shard_train_step: train_step repeats {found['share']:.0%} of its work"
     )
-
-
-@pytest.mark.slow
-def test_the_share_is_that_of_the_compiled_program():
-    """XLA counts the same: of 12 rows on 8 devices, a third more work than of 12 on one."""
-    state = {"w": jax.ShapeDtypeStruct((DIM, 8 * DIM), jnp.float32)}
-
-    def step(state, x):
-        loss, grads = jax.value_and_grad(lambda s: jnp.mean((x @ s["w"]) ** 2))(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
-
-    def flops(lowered):
-        cost = lowered.compile().cost_analysis()
-        return (cost[0] if isinstance(cost, list) else cost)["flops"]
-
-    train_step = jzero.shard_train_step(
-        step, mesh=small.auto_mesh(data=8), stage=3, axes=jzero.Axes(min_shard_bytes=0)
-    )
-    with pytest.warns(UserWarning, match="rows are padded from 12 to 16"):
-        report = train_step.describe(state, rows(12))
-    (found,) = report.to_dict()["extra_work"]
-    on_all = 8 * flops(train_step.lower(state, rows(12)))
-    alone = flops(jax.jit(step).lower(state, rows(12)))
-    assert 1 - alone / on_all == pytest.approx(found["share"], rel=0.1)
 
 
 def test_a_batch_that_in_specs_does_not_split_over_an_axis():
@@ -210,20 +185,6 @@ def test_a_loop_over_consecutive_slices_is_told_of_strided_ones():
     # A slice with fewer rows than there are devices has none of some of them.
     report, _ = described(accumulates(16), rows(64), accumulate=4)
     assert "swapaxes" not in str(report)
-
-
-@pytest.mark.slow
-def test_once_for_a_step_and_cause():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_step = jzero.shard_train_step(mlp(over_rows), mesh=MESH)
-        for num in (17, 17, 20, 512, 500):
-            train_step.describe(PARAMS, rows(num))
-    causes = ["rows are padded from 17 to 24", "every device computes all rows"]
-    assert len(caught) == 2
-    assert all(cause in str(each.message) for cause, each in zip(causes, caught, strict=True))
-    _, again = described(mlp(), rows(12))  # Another step.
-    assert len(again) == 1
 
 
 def test_the_rest_of_an_epoch_is_no_matter():

@@ -7,7 +7,6 @@ import functools
 import re
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from flax import nnx
 
 import jzero
-from jzero.reports._tables import Table
 from small import grouped
 
 W = jnp.ones((64, 8))
@@ -270,11 +268,6 @@ def test_a_number_that_no_array_holds_is_named():
         train_step(W, X, 2**40)
 
 
-def test_equinox_compiles_numbers_in():
-    train_step = shard_train_step(eqx.filter_jit(with_count), static_argnames="num")
-    np.testing.assert_allclose(train_step(W, X, 2)[0], with_count(W, X, 2)[0], rtol=1e-5)
-
-
 # -- what a notebook shows -------------------------------------------------------------------------
 
 
@@ -306,21 +299,6 @@ def test_html_says_what_the_text_says():
     cells = re.sub(r"<[^>]*>", " ", html).replace("&#x27;", "'").replace("&lt;", "<")
     cells = cells.replace("&gt;", ">").replace("&amp;", "&")
     assert cells.split() == str(report).split()
-
-
-def test_each_report_has_html():
-    """An estimate, its time, and a preflight's verdict: tables, and prose between them."""
-    rates, tokens = jzero.Rates(peak="989TFLOP/s"), jzero.Workload(tokens="8K")
-    found = jzero.estimate("7B", devices=8, rates=rates, workload=tokens)
-    assert found._repr_html_().count("<table>") == 3
-    assert found.time is not None
-    assert found.time._repr_html_().endswith("no rate was given: between devices.</pre>")
-
-
-def test_a_table_escapes_its_cells():
-    html = Table(("a<", "b"), [("<script>\x1b[1m", "1")]).html()
-    assert html.startswith('<table><tr><th style="text-align:left">a&lt;</th>')
-    assert "&lt;script&gt;\\x1b[1m</td>" in html
 
 
 @pytest.mark.parametrize("specs", [(None, jax.P("data")), 0, "data", {"batch": "data"}], ids=str)

@@ -184,44 +184,6 @@ def test_who_reads_a_whole_stack_is_named(name):
 
 
 @pytest.mark.slow
-def test_one_stack_for_several_readers():
-    """Forward and backward loops each make it again; what else reads it keeps it outside, and is named."""
-
-    def loss(w, x):
-        (y, _) = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w.astype(jnp.float32))
-        return jnp.sum(y**2)
-
-    w, x = values((TURNS, 3, 3), (2, 3), dtype=np.float32)
-    w = w.astype(jnp.float64)
-    found = Rewritten(jax.value_and_grad(loss), w, x).check()
-    forward, backward = found.loops
-    for loop in (forward, backward):
-        assert takes_slices(loop, found.leaves[0])
-    assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
-    assert found.whole_readers() == []
-
-    def also(w, x):
-        return loss(w, x) + jnp.sum(jnp.cumsum(w.astype(jnp.float32), 0))
-
-    found = Rewritten(jax.value_and_grad(also), w, x).check()
-    assert [e.primitive.name for e in found.whole_readers()] == ["cumsum"]
-    assert all(takes_slices(loop, found.leaves[0]) for loop in found.loops)
-
-
-@pytest.mark.slow
-def test_a_loop_that_reads_a_stack_whole_is_named():
-    def closed_over(w):
-        return lax.scan(lambda x, each: (x + each * jnp.sum(w), None), jnp.zeros(TURNS), w)
-
-    def carried(w):
-        return lax.scan(lambda x, each: (jnp.sin(x) + each[None], None), w, w)
-
-    for step in (closed_over, carried):
-        found = Rewritten(step, *values((TURNS, TURNS))).check()
-        assert [e.primitive.name for e in found.whole_readers()] == ["scan"]
-
-
-@pytest.mark.slow
 def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
     """A cast in the body is a residual: the cast parameters of all layers."""
 
@@ -306,30 +268,6 @@ def test_dims_merged_into_turns_are_handed_out_whole():
     assert found.outside() == ["broadcast_in_dim", "reshape"]
 
 
-@pytest.mark.slow
-def test_what_needs_the_whole_loop_first_stays_outside():
-    """A clip by the norm of all: the norm is summed up in the loop, the gradient is scaled after it."""
-
-    def fn(w, x):
-        end, made = gradients(w, x)
-        norm = jnp.sqrt(jnp.sum(made**2))
-        return jnp.where(norm < 1, made, made / norm), made * jnp.sum(end)
-
-    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
-    assert "reduce_sum" not in found.outside()[:-2]
-    assert set(found.readers_of_made()) == {"select_n", "div", "mul"}
-    assert len(_growing_loop.stacks_made(found.loops[0])) == 1
-
-
-def test_scalars_that_are_computed_after_the_loop_but_do_not_need_it():
-    def fn(w, x, s):
-        _, made = gradients(w, x)
-        return jnp.sum(made * jnp.sqrt(s + 1))
-
-    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6)), jnp.float64(2)).check()
-    assert found.readers_of_made() == []
-
-
 def test_gradients_with_a_function_of_the_parameters():
     """Weight decay in the loss; norms of parameters are taken by the first loop that has their slices."""
 
@@ -379,14 +317,6 @@ def test_a_loop_does_not_wait_for_itself():
     assert [e.primitive.name for e in found.whole_readers()] == ["sqrt"]
 
 
-def test_sums_of_two_parameters_of_which_the_loop_takes_one():
-    def fn(w, v, x):
-        return gradients(w, x)[0], jnp.vdot(w, v), jnp.sum(w * v, (0, 1)), jnp.sum(v, 1)
-
-    found = Rewritten(fn, *values((TURNS, 5), (TURNS, 5), (5,)), num=2).check()
-    assert [e.primitive.name for e in found.whole_readers()] == ["reduce_sum"]  # Of `v` alone.
-
-
 @pytest.mark.slow
 def test_sums_keep_their_dtype_and_maxima_their_nans():
     def fn(w, x):
@@ -411,18 +341,6 @@ def test_an_element_that_others_wait_for():
     made = _growing_loop.stacks_made(found.loops[0])
     assert [v.aval.shape for v in made] == [(TURNS, 1, 1)]
     assert found.readers_of_made() == []
-
-
-def test_other_slices_of_what_a_loop_makes():
-    """Whole layers, and some of each: only the latter is another stack that the loop makes."""
-
-    def fn(w, x):
-        _, made = gradients(w, x)
-        return made[1:3] * 2, made[:, 1:3], made[::2, 1:3]
-
-    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
-    shapes = [v.aval.shape for v in _growing_loop.stacks_made(found.loops[0])]
-    assert shapes == [(TURNS, 5, 6), (TURNS, 2, 6)]
 
 
 @pytest.mark.slow

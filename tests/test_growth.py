@@ -91,23 +91,15 @@ def accumulating(loss):
 
 
 STEPS: dict[str, Any] = {
-    "unrolled": (square, step_of(one_after_the_other), {}),
-    "stage 1": (square, step_of(one_after_the_other), {"stage": 1}),
     "clipped": (square, step_of(one_after_the_other, optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(1e-3))), {}),
-    "masters": (square, step_of(one_after_the_other, jzero.master_weights(optax.adam(1e-3))), {}),
-    "matrices": (square, step_of(one_after_the_other, optax.contrib.muon(1e-3)), {}),
     "remat": (square, step_of(rematerialized), {}),
     "within a layer": (stacked, step_of(within_a_layer), {}),
     "loops": (square, step_of(loops), {}),
     "accumulating": (square, step_of(one_after_the_other, grad=accumulating), {}),
     "microbatches": (square, step_of(one_after_the_other), {"accumulate": 2}),
-    "gathered once": (
-        square, step_of(one_after_the_other), {"accumulate": 2, "gather": "once_per_step"}),
     "tiles": (square, step_of(one_after_the_other), {"tile_bytes": 2**12}),
     "codes": (square, step_of(one_after_the_other), {"gather_dtype": jnp.int8}),
-    "pinned": (square, step_of(one_after_the_other),
-               {"offload": jzero.PinnedHost(device_bytes=2**20)}),
     "on the hosts": (square, step_of(one_after_the_other), {"offload": jzero.HostCPU()}),
     "layers on the hosts": (
         stacked, step_of(within_a_layer),
