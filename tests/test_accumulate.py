@@ -133,12 +133,6 @@ def plain_mean(values, mask):
     return jnp.sum(values * mask) / jnp.sum(mask)
 
 
-def mean_over_devices(values, mask):
-    """A device's share: the mean of these over the devices is the weighted mean of all rows."""
-    count = jax.lax.psum(jnp.sum(mask), "batch")
-    return jnp.sum(values * mask) * (jax.lax.psum(1, "batch") / count)
-
-
 def ragged_batches():
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -161,25 +155,6 @@ def trained(step):
         state, metrics = step(state, batch)
         history.append(jax.tree.map(np.asarray, metrics))
     return jax.tree.map(np.asarray, state), history
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "k"), [(1, 8), (8, 8)])
-@pytest.mark.parametrize("written_for", ["the whole batch", "a device"])
-def test_ragged_microbatches_equal_one_big_batch(written_for, num_devices, k):
-    options = dict(mesh=small.mesh(data=num_devices), accumulate=k)
-    if written_for == "a device":
-        step = masked_step_of_a_device(mean_over_devices)
-        sharded = small.shard_train_step(step, axis_name="batch", **options)
-    else:
-        sharded = small.shard_train_step(masked_step(plain_mean), **options)
-    state, history = trained(sharded)
-    expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
-    for got, want in zip(history, expected, strict=True):
-        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
-        assert got["tokens"] == want["tokens"]
-    for name in state:
-        np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
 
 
 def test_to_a_step_of_a_device_each_microbatch_is_one():

@@ -98,24 +98,6 @@ def test_json_has_the_numbers_of_estimate():
     assert stage["largest_model"] == expected.largest_model("80GB")
 
 
-@pytest.mark.parametrize(
-    ("flags", "policy"),
-    [
-        (("host", "--ratio", "0.75", "--delayed"), jzero.HostCPU(ratio=0.75, delayed_update=True)),
-        (("pinned", "--device-bytes", "256MiB"), jzero.PinnedHost(2**28)),
-    ],
-    ids=str,
-)
-def test_offload_as_json(flags, policy):
-    found = json.loads(output(*SMALL, "--stage", "2", "--offload", *flags, "--json"))
-    expected = jzero.estimate("7.5B", devices=64, stage=2, memory=policy)
-    (stage,) = found["stages"]
-    assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
-    transfers = [(*x[:5], x.each_iteration) for x in expected.transfers]
-    assert [tuple(row.values()) for row in stage["transfers"]] == transfers
-    assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
-
-
 @pytest.mark.parametrize("width", [80, 50])
 @pytest.mark.parametrize("stage", [(), ("--stage", "3")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
@@ -127,23 +109,6 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, m
     assert max(map(len, text.splitlines())) <= width < max(map(len, whole.splitlines()))
     number = r"(?<!')\b[\d,.]*\d(?: (?:[KMGT]i?)?B\b|[BT]\b| Psi)?"
     assert set(re.findall(number, whole)) == set(re.findall(number, text))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("bogus",),
-        ("export", "a", "b", "--dtype", "q"),
-        ("estimate", "--params", "7.5"),
-        ("export", "--help"),
-    ],
-)
-def test_what_the_parser_says_fits_the_terminal(arguments, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    done = run(*arguments)
-    said = (done.stdout + done.stderr).partition("usage:")[0] + done.stdout.partition("\n\n")[2]
-    assert said
-    assert max(map(len, said.splitlines())) <= 80
 
 
 INFINITY = ("--offload", "host", "--offload-params", "2GiB", "--stage", "3")

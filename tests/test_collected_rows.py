@@ -1,12 +1,10 @@
 """Microbatches of steps that need all rows: what is gathered between loops, what is kept, what is refused."""
 
-import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.optimize as jso
 import numpy as np
 import optax
 import pytest
@@ -47,25 +45,6 @@ def clip_loss(params, x, y):
     return loss, {"correct": (logits.argmax(1) == labels).mean()}
 
 
-def triplet_loss(params, x, y):
-    """The farthest row of the same class, and the nearest of the others."""
-    z = tower(params["image"], x)
-    label = y[:, 0] > 0
-    distances = ((z[:, None] - z[None]) ** 2).sum(-1)
-    same = label[:, None] == label[None]
-    far = jnp.where(same, distances, 0).max(1)
-    near = jnp.where(same, 9.0, distances).min(1)
-    return jax.nn.softplus(far - near).mean(), {"hardest": jnp.argmax(far - near)}
-
-
-def diagonal_loss(params, x, y):
-    """`jnp.diagonal` is a branch by platform."""
-    scores = tower(params["image"], x) @ tower(params["text"], y).T
-    return jax.nn.logsumexp(scores, 1).mean() - jnp.diagonal(scores).mean(), {
-        "own": jnp.diag(scores)
-    }
-
-
 def trainer(loss_fn):
     tx = optax.sgd(0.1, momentum=0.9)
 
@@ -80,22 +59,6 @@ def trainer(loss_fn):
         return (optax.apply_updates(params, updates), opt), {"loss": loss, **aux}
 
     return init, step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [triplet_loss, diagonal_loss])
-@pytest.mark.parametrize(("num_devices", "k", "stage"), [(8, 2, 3), (2, 3, 1)])
-def test_equal_to_one_big_batch(loss, num_devices, k, stage):
-    """Others are families of tests/zoo: clip, simclr, median_of_the_losses, memory_bank."""
-    init, step = trainer(loss)
-    x, y = np.random.default_rng(0).normal(size=(2, 96, FEATURES)).astype(np.float32)
-    sharded = small.shard_train_step(
-        step, mesh=small.mesh(data=num_devices), accumulate=k, stage=stage
-    )
-    expected, found = jax.jit(step)(init(), x, y), sharded(init(), x, y)
-    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        assert want.dtype == got.dtype
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -275,67 +238,3 @@ def test_other_collectives_of_a_written_step_are_refused():
         small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"), microbatches=2).plan(
             jnp.eye(8), jnp.ones((32, 8))
         )
-
-
-def mean_loss(w, x):
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
-def in_a_while(w, x):
-    w, _ = jax.lax.while_loop(
-        lambda c: c[1] < 3, lambda c: (c[0] - jax.grad(mean_loss)(c[0], x), c[1] + 1), (w, 0)
-    )
-    return w
-
-
-def with_a_line_search(w, x):
-    tx = optax.lbfgs()
-    loss = functools.partial(mean_loss, x=x)
-    value, grad = optax.value_and_grad_from_state(loss)(w, state=tx.init(w))
-    updates, _ = tx.update(grad, tx.init(w), w, value=value, grad=grad, value_fn=loss)
-    return w + updates
-
-
-def minimized(w, x):
-    def loss(flat):
-        return mean_loss(flat.reshape(w.shape), x)
-
-    return jso.minimize(loss, w.ravel(), method="BFGS").x.reshape(w.shape)
-
-
-# What asks for all rows, or for sums over them, inside of a loop, a branch or a checkpoint: the user's own,
-# or a library's, whose equations have no line.
-INSIDE: dict[str, Any] = {
-    "searchsorted": lambda w, x: jnp.searchsorted(jnp.sort(x[:, 0]), w),
-    "poisson": lambda w, x: w + jax.random.poisson(jax.random.key(0), jnp.exp(x[:, 0])).mean(),
-    "conjugate gradients": lambda w, x: jax.scipy.sparse.linalg.cg(
-        lambda v: x.T @ (x @ v) / len(x) + v, w)[0],
-    "a minimizer": minimized, "a line search": with_a_line_search, "a while": in_a_while,
-    "a scan": lambda w, x: jax.lax.scan(lambda w, _: (w - jnp.exp(jnp.mean(x)), None), w, length=2)[0],
-    "a branch": lambda w, x: jax.lax.cond(
-        w[0, 0] > 0, lambda w: w - jnp.exp(mean_loss(w, x)), lambda w: jnp.sort(x, 0)[:8] @ w, w),
-    "a sort in a map": lambda w, x: jax.lax.map(lambda k: jnp.sort(k * x, 0)[0], jnp.ones(2)),
-    "a checkpointed sort in a scan": lambda w, x: jax.lax.scan(
-        jax.checkpoint(lambda w, _: (w + jnp.sort(x @ w, 0)[:8], None)), w, length=2)[0],
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INSIDE)
-def test_what_needs_all_rows_inside_a_loop(name):
-    """In microbatches it trains as one device does with all rows, or is refused."""
-
-    def step(w, x):
-        w, loss = w - jax.grad(mean_loss)(w, x), mean_loss(w, x)
-        return w, (loss, INSIDE[name](jnp.eye(8), x))
-
-    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-    try:
-        found = small.shard_train_step(step, stage=0, microbatches=2)(
-            np.eye(8, dtype=np.float32), x
-        )
-    except jzero.StepError:
-        return
-    expected = jax.jit(step)(np.eye(8, dtype=np.float32), x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)

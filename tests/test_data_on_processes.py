@@ -234,14 +234,6 @@ class WrappedBytes(Wrapped):
         self.set_state = lambda state: self.iterator.set_state(json.loads(state))
 
 
-class LocalPosition(Sharded):
-    def get_state(self):
-        return {"shard_index": self.index, "position": self.position // self.count}
-
-    def set_state(self, state):
-        self.position = state["position"] * self.count
-
-
 REFUSED = {
     shuffled_shards: r"no slice \[index::count\] follows their ShuffleMapDataset",
     consecutive_shards: r"no slice \[index::count\] follows their SliceMapDataset",
@@ -255,7 +247,6 @@ REFUSED = {
     sharded_sampler: "its sampler is no IndexSampler over all examples; pass shard_options to the DataLoader",
     Wrapped: "{'next_index': 1} is a position in one shard; it has no 'global_next_index'",
     WrappedBytes: "is a position in one shard; it has no 'global_next_index'",
-    LocalPosition: "is a position in one shard; it has no 'global_next_index'",
 }  # fmt: skip
 
 

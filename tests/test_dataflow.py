@@ -4,7 +4,6 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 from jzero.ir._dataflow import forward
@@ -65,19 +64,3 @@ def test_a_fact_goes_round_a_loop():
         frozenset.union, nothing,
     )  # fmt: skip
     assert all(found[region, out] == {"a"} for out in region.jaxpr.outvars)
-
-
-@pytest.mark.slow
-def test_a_loop_may_have_no_turn():
-    """What it is given is what it returns, then."""
-
-    def fn(n, x):
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, 0.0), (0, x))[1]
-
-    closed = jax.make_jaxpr(fn)(3, 2.0)
-    region = Region(closed.jaxpr, closed.consts)
-    start: dict[ValueIn, bool] = {(region, region.jaxpr.invars[1]): True}
-    found = forward(
-        region, start, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars), lambda a, b: a or b, False
-    )
-    assert found[region, region.jaxpr.outvars[0]]

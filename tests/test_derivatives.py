@@ -190,25 +190,6 @@ def test_what_a_step_closes_over():
             assert_close(take(2.0), expected)
 
 
-@pytest.mark.slow
-def test_beside_automatic_axes():
-    mesh = small.auto_mesh(data=4, model=2)
-
-    def constrained(w, x):
-        h = jax.lax.with_sharding_constraint(x @ w["c"], P(None, "model"))
-        return jnp.sum(jnp.max(jax.nn.relu(h), axis=0) ** 2)
-
-    def free(w, x):
-        return jnp.sum(jnp.max(jax.nn.relu(x @ w["c"]), axis=0) ** 2)
-
-    w, x = params_of(), batch_of()[:, :CLASSES]
-    w["c"] = w["c"][:, :8]
-    step = jzero.shard_eval_step(constrained, mesh=mesh, axes="data")
-    state = step.shard(w)
-    for take in (jax.grad, lambda fn, argnums: jax.jit(jax.grad(fn, argnums))):
-        assert_close(take(step, (0, 1))(state, x), jax.grad(free, (0, 1))(w, x))
-
-
 def test_effects_and_callbacks():
     seen: list[Any] = []
 

@@ -1,10 +1,8 @@
 """A state that a step has consumed says so, whoever uses it; with `donate=False` it stays as it was."""
 
 import concurrent.futures
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jzero
 import small
@@ -57,56 +54,6 @@ def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 # -- what was consumed -----------------------------------------------------------------------------
-USES: dict[str, Callable[[jax.Array], Any]] = {
-    "operator": lambda x: 0.9 * x,
-    "jit": jax.jit(jnp.sin),
-    "numpy": np.asarray,
-    "str": str,
-    "device_get": jax.device_get,
-    "copy": jnp.copy,
-    "grad": jax.grad(jnp.sum),
-}
-
-
-@contextlib.contextmanager
-def another_thread(is_there: bool) -> Iterator[None]:
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    if is_there:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-    if is_there:
-        thread.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-@pytest.mark.parametrize("viewed", [False, True], ids=["", "viewed"])
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
-def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
-    """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
-    mesh = small.mesh(kind, data=4)
-    train_step: Any = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
-    around = jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
-    with around, another_thread(beside):
-        state, _ = train_step(train_step.init(new_state), X)
-        views = jax.tree.map(np.asarray, state["params"]) if viewed else None
-        old = state["params"] | {"mu": state["opt"][0].mu["w"]}
-        state, _ = train_step(state, X)
-        new = state["params"] | {"mu": state["opt"][0].mu["w"]}
-        for use in USES.values():
-            for name, leaf in old.items():
-                use(new[name])
-                with pytest.raises((RuntimeError, ValueError), match="has been deleted"):
-                    use(leaf)
-        for name, leaf in old.items():
-            assert leaf.is_deleted()
-            for what in ("shape", "dtype", "sharding"):
-                assert getattr(leaf, what) == getattr(new[name], what)
-    del views
 
 
 def refused(call: Callable[[], Any], who: str, names: str) -> None:

@@ -182,34 +182,3 @@ def test_a_gradient_that_the_host_reads(num):
     assert_alike(found, expected)
     for mine, jits in zip(told, calls, strict=True):
         assert_same_calls(mine, jits)
-
-
-def in_stacked_layers(ws, x):
-    """Before, in and behind layers whose weights a loop slices."""
-    tell("before", ws[:, 0, 0])
-
-    def layer(h, w):
-        tell("layer", lax.stop_gradient(w).sum())
-        h = jnp.tanh(h @ w)
-        tell("again", lax.stop_gradient(w[0, 0]))
-        return h, None
-
-    ws, loss = descent(lambda ws, x: jnp.mean(lax.scan(layer, x, ws)[0] ** 2), ws, x)
-    tell("behind", jnp.sqrt(jnp.sum(ws**2)))
-    return ws, loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"gather": "keep"}, {"accumulate": 2}, {"reduce_dtype": jnp.float32}], ids=str
-)
-def test_passes_keep_the_order(options):
-    """Layers are pipelined: the last one stands behind the loop."""
-    ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]
-    step = small.shard_train_step(in_stacked_layers, mesh=small.mesh(data=8), **options)
-    found, told = trained(step, ws, x)
-    expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
-    tolerance = 1e-5 if "reduce_dtype" in options else 1e-9
-    assert_alike(found, expected, tolerance)
-    for mine, jits in zip(told, calls, strict=True):
-        assert_same_calls(mine, jits, tolerance)

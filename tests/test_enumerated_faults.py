@@ -44,20 +44,6 @@ def test_promises_are_kept(name, children, tmp_path):
     assert any(outcome.operation for outcome in outcomes)
 
 
-@pytest.mark.slow
-def test_operations_are_logged(children, tmp_path):
-    """In order, and by their paths; the library has done nothing else."""
-    assert write_file(children, tmp_path) == (0, [])
-    names = ["create", "write", "fsync", "close", "rename"]
-    log = faults.read_log(tmp_path / "log")
-    assert [operation.name for operation in log] == names
-    assert [operation.path for operation in log] == ["file.tmp"] * 5
-    assert log[-1].other == "file"
-    assert [operation.number for operation in log] == [1, 2, 3, 4, 5]
-    assert all(first.end < second.begin for first, second in zip(log, log[1:], strict=False))
-    assert (tmp_path / "root" / "file").read_bytes() == b"0123456789"
-
-
 @pytest.mark.parametrize(
     ("fault", "ended", "name", "content"),
     [

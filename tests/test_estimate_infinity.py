@@ -218,28 +218,6 @@ def test_every_byte_has_its_time(options):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"forward pass": {UP}, "backward pass": {UP, DOWN}}),
-        ({"offload": jzero.PinnedHost()},
-         {"forward pass": {UP}, "backward pass": {UP, DOWN}, "update": {UP, DOWN}}),
-        # One program makes gradients, and hides nothing that follows it.
-        ({"offload_params": jzero.NoOffload()},
-         {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
-        ({"offload_params": jzero.NoOffload(), "accumulate": 2},
-         {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
-        ({"offload_params": jzero.NoOffload(), "offload": jzero.PinnedHost()},
-         {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
-        (KEPT, {"forward pass": {UP, DOWN}, "backward pass": {UP, DOWN}}),
-    ],
-    ids=lambda given: str({k: sorted(v) if isinstance(v, set) else v for k, v in given.items()}),
-)  # fmt: skip
-def test_what_crosses_in_which_part(options, expected):
-    found = time_of(estimate(**RATES | options))
-    assert {part.name: set(part.ways) for part in found.parts} == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
         ({"stage": 0}, {"backward pass": 2}),
         ({"stage": 1}, {"backward pass": 1, "update": 1}),
         ({"stage": 2, "accumulate": 2}, {"backward pass": 2, "update": 1}),

@@ -209,59 +209,7 @@ def test_without_a_train_step():
         same(eval_step(given, *inputs), one_device(generate)(zoo.to_host(params), *inputs))
 
 
-@pytest.mark.slow
-def test_state_in_several_arguments():
-    train_step, state = trained()
-    eval_step = jzero.shard_eval_step(
-        lambda opt_state, tokens, params: (
-            optax.tree.norm(opt_state[0].mu),
-            loss_fn(params, tokens),
-        ),
-        like=train_step,
-        state=("params", "opt_state"),
-    )
-    tokens, (params, opt_state) = tokens_of(12), state
-    expected = jax.jit(eval_step.__wrapped__)(*zoo.to_host((opt_state, tokens, params)))
-    same(eval_step(opt_state, tokens, params=params), expected)
-    plan = eval_step.plan(opt_state, tokens, params)
-    assert [leaf.path for leaf in plan.leaves if leaf.path.startswith("params")][:2] == [
-        "params['blocks']['down']", "params['blocks']['project']",
-    ]  # fmt: skip
-    placed = eval_step.shard((opt_state, params))
-    same(eval_step(placed[0], tokens, placed[1]), expected)
-
-
 # -- and what it costs -----------------------------------------------------------------------------
-
-
-def temporaries(eval_step, *args):
-    return eval_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow
-def test_decoding_gathers_once_where_it_fits():
-    train_step, (params, _) = trained(params=new_params(layers=12))
-    prompt, key = tokens_of(8, 3), jax.random.key(0)
-    num_params = sum(x.size for x in jax.tree.leaves(params))
-    by_default, each_iteration = (
-        jzero.shard_eval_step(generate, like=train_step, comm=jzero.Comm(gather=gather))
-        for gather in (None, "per_pass")
-    )
-    found = by_default.describe(params, prompt, key)
-    gathers = [c for c in found.traffic if (c.op, c.dtype) == ("all-gather", "float64")]
-    in_turns = sum(c.elements for c in gathers if c.each_iteration)
-    # Of the positions an iteration gathers its own row.
-    assert in_turns == DIM
-    assert found.elements("all-gather", "float64") - in_turns == num_params - CONTEXT * DIM
-    found = each_iteration.describe(params, prompt, key)
-    assert all(c.each_iteration for c in found.traffic if c.dtype == "float64")
-    assert " per iteration" in str(found)
-    assert by_default.lower(params, prompt, key).as_text().count("stablehlo.all_gather") == 6
-    # Else an iteration has two layers at a time: the one it computes with, and the next.
-    saved = temporaries(by_default, params, prompt, key) - temporaries(
-        each_iteration, params, prompt, key
-    )
-    assert saved > 0.6 * num_params * 8
 
 
 def unrolled(params, prompt, key):

@@ -117,24 +117,6 @@ def test_trains_as_on_one_device(name, given, options):
     close(outs, expected_after(3)[1])
 
 
-@pytest.mark.slow
-def test_plain_functions_take_what_comes_back():
-    mesh = explicit("data and model")
-    state, (loss, y) = sharded(mesh, "argument")(init(), X)
-    expected_state, (_, expected) = expected_after(1)
-    close(
-        [y[:, 0], y[3], y.T @ y, y.reshape(-1)],
-        [expected[:, 0], expected[3], expected.T @ expected, expected.reshape(-1)],
-    )
-    close(state["params"]["up"] + 1, expected_state["params"]["up"] + 1)
-    with jax.set_mesh(mesh):  # JAX takes arrays of these axes alone there.
-        state, (loss, y) = sharded(mesh, "set_mesh")(init(), X)
-        close([y[:, 0], y + 1, loss * 2], [expected[:, 0], expected + 1, (expected**2).mean() * 2])
-        close(jnp.sum(state["params"]["up"] ** 2), jnp.sum(expected_state["params"]["up"] ** 2))
-        assert set(y.sharding.mesh.axis_types) == {AxisType.Explicit}
-        assert jax.random.bits(state["key"]) == jax.random.bits(expected_state["key"])
-
-
 @pytest.mark.parametrize("given", [pytest.param("argument", marks=pytest.mark.slow), "set_mesh"])
 def test_inputs_of_explicit_axes(given):
     """They are views of arrays on Auto axes: nothing is copied, and a state in its place is consumed."""
@@ -178,22 +160,6 @@ def test_under_an_outer_jit():
             lambda s, x: jnp.tanh(x @ s["params"]["up"]), like=train_step
         )
         close(jax.jit(eval_step)(state, X), jnp.tanh(X @ host(state)["params"]["up"]))
-
-
-@pytest.mark.slow
-def test_evaluates_and_restores(tmp_path):
-    mesh, given = explicit("data and model"), "set_mesh"
-    train_step = sharded(mesh, given, stage=3)
-    eval_step = jzero.shard_eval_step(lambda s, x: x @ s["params"]["up"], like=train_step)
-    with around(mesh, given), jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:
-        state, _ = train_step(train_step.init(init), X)
-        close(eval_step(state, X), X @ host(state)["params"]["up"])
-        checkpointer.save(1, state)
-        checkpointer.wait()
-        restored = checkpointer.restore(jax.eval_shape(init))
-        close(restored["params"]["up"] + 0, host(state)["params"]["up"])
-        state, outs = train_step(restored, X)
-        close(outs, expected_after(2)[1])
 
 
 LAYOUTS = {

@@ -241,26 +241,6 @@ def dropout(h):
     return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h / 0.9, 0)
 
 
-def experts(params, x):
-    """Tokens of [rows, context, dim], sent to 4 experts of a capacity by einsums."""
-
-    def loss(p):
-        scores = jax.nn.softmax(x @ p["router"])
-        chosen = jax.nn.one_hot(scores.argmax(-1), 4)
-        place = (jnp.cumsum(chosen, axis=1) * chosen - 1).astype(jnp.int32)
-        sent = jax.nn.one_hot(place, 16) * chosen[..., None]
-        inputs = jnp.einsum("btec,btd->becd", sent, x)
-        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", inputs, p["up"]))
-        out = jnp.einsum("becf,efd->becd", hidden, p["down"])
-        y = jnp.einsum("btec,becd->btd", sent * scores.max(-1)[..., None, None], out)
-        balance = jnp.sum(chosen.mean((0, 1)) * scores.mean((0, 1)))
-        return jnp.mean((y - x) ** 2) + 0.01 * balance
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-EXPERTS = {"router": rows(DIM, 4), "up": rows(4, DIM, 2 * DIM), "down": rows(4, 2 * DIM, DIM)}
 TX = optax.adamw(1e-3)
 SCANNED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64)
 UNROLLED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64, scan=False, remat=False)
@@ -272,7 +252,6 @@ CLEAN = {
     "a sum along the batch": (mlp(lambda h: jnp.cumsum(h, axis=0)), PARAMS, rows(64), {}),
     "sorted columns": (mlp(lambda h: jnp.sort(h, axis=0)), PARAMS, rows(64), {}),
     "metrics of rows": (metrics_of_rows, PARAMS, rows(64), {}),
-    "experts": (experts, EXPERTS, rows(16, 64, DIM), {}),
     "GPT unrolled": (make_step(UNROLLED.loss, TX), UNROLLED, TOKENS, {}),
     "GPT in microbatches": (make_step(SCANNED.loss, TX), SCANNED, TOKENS, dict(accumulate=2)),
     "told to come whole": (mlp(), PARAMS, rows(64), dict(in_specs={"x": P()})),

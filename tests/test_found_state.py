@@ -266,26 +266,6 @@ def test_what_the_step_raises_itself_is_raised_where_a_state_is_placed():
 
 
 @pytest.mark.slow
-def test_a_step_whose_state_is_found_is_traced_twice():
-    calls = []
-
-    def step_fn(state, x, y):
-        calls.append(1)
-        return loss_first(state, x, y)
-
-    train_step = sharded(step_fn)
-    _, state = train_step(init(), X, Y)
-    _, state = train_step(state, X, Y)
-    assert len(calls) == 2
-    # It is remembered, for other shapes and on other meshes.
-    _, state = train_step(state, X[:16], Y[:16])
-    assert len(calls) == 3
-    four = train_step.on_mesh(small.mesh(data=4))
-    four.plan(state, X, Y)
-    assert len(calls) == 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch first", "two"])
 def test_what_is_asked_before_the_first_call(name):
     """Nothing is known of the step then; its state is a tree, and what it rests in is as it stays."""

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-import small
 from jzero.ir._regions import variables
 from jzero.sharding.cut import _fused_loops, _growing_loop, _over_iterations
 from jzero.tracing import _jaxpr, _lines, _rewrite
@@ -259,15 +257,6 @@ def test_turns_that_meet_other_turns_stay_outside():
     assert found.readers_of_made() == ["mul"]
 
 
-def test_dims_merged_into_turns_are_handed_out_whole():
-    def fn(w, x):
-        _, made = gradients(w, x)
-        return made.ravel() * 2, jnp.sum(made.reshape(-1, 6), 0)
-
-    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
-    assert found.outside() == ["broadcast_in_dim", "reshape"]
-
-
 def test_gradients_with_a_function_of_the_parameters():
     """Weight decay in the loss; norms of parameters are taken by the first loop that has their slices."""
 
@@ -317,18 +306,6 @@ def test_a_loop_does_not_wait_for_itself():
     assert [e.primitive.name for e in found.whole_readers()] == ["sqrt"]
 
 
-@pytest.mark.slow
-def test_sums_keep_their_dtype_and_maxima_their_nans():
-    def fn(w, x):
-        _, made = gradients(w, x)
-        nans = jnp.where(made > 0, made, jnp.nan)
-        return made.astype(jnp.int8).sum(dtype=jnp.int8), jnp.max(nans), jnp.max(-jnp.inf * w**2)
-
-    found = Rewritten(fn, *values((TURNS, 5), (5,))).check()
-    carries = found.loops[0].outvars[: _jaxpr.scan_parts(found.loops[0]).num_carry]
-    assert [str(v.aval.dtype) for v in carries] == ["float64", "int8", "float64", "float64"]
-
-
 def test_an_element_that_others_wait_for():
     """A program waits for one element of a stack: that one alone leaves the loop for it."""
 
@@ -341,37 +318,6 @@ def test_an_element_that_others_wait_for():
     made = _growing_loop.stacks_made(found.loops[0])
     assert [v.aval.shape for v in made] == [(TURNS, 1, 1)]
     assert found.readers_of_made() == []
-
-
-@pytest.mark.slow
-def test_collectives_over_stacks():
-    """Each turn has its own, where the loop's body does what is sent."""
-    mesh = small.auto_mesh(data=4)
-
-    def local(w, x):
-        _, made = gradients(w, x)
-        whole, parts = lax.psum(made, "data"), lax.psum_scatter(made, "data", scatter_dimension=2)
-        more = lax.all_gather(made, "data", axis=1, tiled=True)
-        return jnp.sum(whole**2), parts * 2, jnp.max(more), lax.pmax(made, "data")
-
-    def fn(w, x):
-        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(w, x)
-
-    args = values((TURNS, 5, 4), (5, 4))
-    old = _rewrite.body_of_shard_map(fn, *args).jaxpr
-    new = _fused_loops.fused(old, old.invars[:1])
-    assert [e.primitive.name for e in new.eqns] == ["scan"]
-
-    def run(jaxpr):
-        def on_device(w, x):
-            return _jaxpr.evaluate(jaxpr, (), w * (1 + lax.axis_index("data")), x)
-
-        return jax.jit(
-            jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        )(*args)
-
-    for x, y in zip(run(new), run(old), strict=True):
-        np.testing.assert_allclose(as_float64(x), as_float64(y), rtol=1e-12)
 
 
 @pytest.mark.slow(but=[7, 9])

@@ -55,13 +55,6 @@ def test_rows_along_other_dims_and_shared_arguments():
     np.testing.assert_allclose(found["last"], (x.T @ w + b)[7::8], atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [np.int64(2), jnp.int32(2)])
-def test_numbers_that_are_integers(n):
-    x = jnp.arange(8.0)
-    found = jzero.groups(lambda x: x - x[0], n, in_axes=np.int64(0))(x)
-    assert found.tolist() == [0, 1, 2, 3] * 2
-
-
 # -- wrong uses ----------------------------------------------------------------------------------------
 
 

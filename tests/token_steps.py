@@ -7,7 +7,6 @@ and whose tokens are over "context".
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,39 +126,6 @@ def llama() -> Step:
     return *trained(model(lambda: stacked(2)), loss, shifted(), TX), TOKENS
 
 
-class Block(nn.Module):
-    """A block of Flax's own layers."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        types: Any = dict(param_dtype=FLOAT, dtype=FLOAT)
-        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]), dtype=bool)
-        h = nn.LayerNorm(**types)(x)
-        x = x + nn.MultiHeadDotProductAttention(HEADS, **types)(h, h, mask=mask)
-        h = nn.Dense(2 * WIDTH, **types)(nn.LayerNorm(**types)(x))
-        return x + nn.Dense(WIDTH, **types)(nn.gelu(h))
-
-
-class FlaxGPT(nn.Module):
-    """Two of them, unrolled."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        h = nn.Embed(VOCAB, WIDTH, param_dtype=FLOAT, dtype=FLOAT)(x)
-        for _ in range(2):
-            h = Block()(h)
-        return nn.Dense(VOCAB, param_dtype=FLOAT, dtype=FLOAT)(h)
-
-
-def flax_gpt() -> Step:
-    net = FlaxGPT()
-
-    def params():
-        return net.init(jax.random.key(0), jnp.zeros((1, S), jnp.int32))
-
-    return *trained(params, lambda p, b: xent(net.apply(p, b["x"]), b["y"]), shifted(), TX), TOKENS
-
-
 def t5() -> Step:
     """An encoder, and a decoder that reads it; relative positions are looked up in a table."""
 
@@ -197,20 +163,6 @@ def vit() -> Step:
 
     batch = {"x": rows(B, S, 12), "y": labels(VOCAB, B)}
     shapes: Any = {"patch": (12, WIDTH), "position": (S, WIDTH)}
-    return *trained(model(**shapes), loss, batch, TX), {"x": TOKENS, "y": P("rows")}
-
-
-def vit_of_a_class() -> Step:
-    """A token stands before the patches, and is classified."""
-
-    def loss(p, b):
-        x = b["x"] @ p["patch"]
-        x = jnp.concatenate([jnp.broadcast_to(p["class"], (B, 1, WIDTH)), x], 1) + p["position"]
-        x = scanned(x, p["layers"], attention=lambda q, k, v: by_hand(q, k, v, False))
-        return xent(x[:, 0] @ p["head"], b["y"])
-
-    batch = {"x": rows(B, S - 1, 12), "y": labels(VOCAB, B)}
-    shapes: Any = {"patch": (12, WIDTH), "position": (S, WIDTH), "class": (1, WIDTH)}
     return *trained(model(**shapes), loss, batch, TX), {"x": TOKENS, "y": P("rows")}
 
 
@@ -270,10 +222,7 @@ def recurrent() -> Step:
 STEPS: dict[str, Callable[[], Step]] = {
     make.__name__: make
     for make in (
-        gpt, gpt_that_shifts, gpt_without_the_last, llama, flax_gpt, t5, vit, vit_of_a_class, mlp, images,
-        recurrent,
+        gpt, gpt_that_shifts, gpt_without_the_last, llama, t5, vit, mlp, images, recurrent,
     )
 }  # fmt: skip
-TRANSFORMERS = (
-    "gpt", "gpt_that_shifts", "gpt_without_the_last", "llama", "flax_gpt", "t5", "vit", "vit_of_a_class",
-)  # fmt: skip
+TRANSFORMERS = "gpt", "gpt_that_shifts", "gpt_without_the_last", "llama", "t5", "vit"
