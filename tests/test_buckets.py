@@ -354,31 +354,6 @@ def test_training_waits_for_no_request(s3, proxy, train_step, monkeypatch):
     assert checkpointer.steps() == [1, 2]
 
 
-@pytest.mark.slow
-def test_steps_are_found_without_a_list_of_all_objects(s3, proxy, train_step):
-    """By the lock's object and a seal for each; where that is gone, by a list, and then by a new one."""
-    with jzero.Checkpointer(s3, train_step, max_to_keep=3) as checkpointer:
-        for step in range(1, 6):
-            checkpointer.save(step, new_state())
-    reader = jzero.Checkpointer(s3, train_step)
-
-    def asked(ask) -> tuple[Any, list[str]]:
-        proxy.arm(RequestFault())
-        return ask(), [f"{request.name} {request.target}" for request in proxy.log]
-
-    lock, seals = "GET _JZERO_WRITER", [f"GET {step}/_JZERO_SEAL" for step in (3, 4, 5)]
-    assert asked(reader.latest_step) == (5, [lock, seals[-1]])
-    steps, requests = asked(reader.steps)
-    assert steps == [3, 4, 5]
-    assert sorted(requests) == sorted([lock, *seals])
-    opened(s3).remove(["_JZERO_WRITER"])
-    assert reader.steps() == [3, 4, 5]
-    with jzero.Checkpointer(s3, train_step) as checkpointer:
-        checkpointer.save(6, new_state())
-    assert asked(reader.latest_step) == (6, [lock, "GET 6/_JZERO_SEAL"])
-    assert reader.steps() == [3, 4, 5, 6]
-
-
 def test_a_first_look_that_fails_loses_no_step(s3, proxy, train_step):
     """The lock is held by then, and is not taken for one that knows all steps."""
     with jzero.Checkpointer(s3, train_step) as checkpointer:

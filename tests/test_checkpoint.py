@@ -420,6 +420,46 @@ def test_grain_goes_on_where_it_was(tmp_path):
     np.testing.assert_array_equal([next(restarted) for _ in range(5)], expected)
 
 
+MEASURE = """
+    import sys, jax, jax.numpy as jnp, jzero
+    from jzero.checkpoint import _restore, _saver
+
+    _restore._TO_HOST = 2**26
+
+    def resident(what):
+        lines = open("/proc/self/status").read().splitlines()
+        return int(next(line for line in lines if line.startswith(what)).split()[1]) << 10
+
+    def new_state():
+        return {f"w{i}": jnp.full((2048, 2048 + i), 1.0) for i in range(24)}
+
+    offload = getattr(jzero, sys.argv[2])()
+    train_step = jzero.shard_train_step(lambda state, batch: (state, {}), memory=offload)
+    with jzero.Checkpointer(sys.argv[1], train_step) as checkpointer:
+        if checkpointer.latest_step() is None:
+            checkpointer.save(0, train_step.init(new_state))
+        else:
+            before = resident("VmRSS")
+            open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+            state = checkpointer.restore(jax.eval_shape(new_state))
+            nbytes = [leaf.nbytes for leaf in jax.block_until_ready(jax.tree.leaves(state))]
+            print(resident("VmHWM") - before, sum(nbytes), max(nbytes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process in /proc")
+@pytest.mark.parametrize(("offload", "more"), [("NoOffload", 0), ("HostCPU", 2**26)])
+def test_restore_needs_little_more_memory_than_the_state(offload, more, tmp_path):
+    """On CPUs the devices' memory is the host's: what is at rest, and what is on its way."""
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), tmp_path, offload]
+    for _ in range(2):
+        run = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    peak, at_rest, largest = map(int, run.stdout.split())
+    # Of 404 MB; what XLA and Orbax hold is in it.
+    assert peak - at_rest < 2**27 + 2 * largest + more
+
+
 def test_chunks_of_zeros_that_orbax_once_left_out(tmp_path):
     """They are zeros where `_METADATA` does not say that all chunks were written, and else missing."""
     values = {"v": jnp.ones((64, 8)), "w": jnp.zeros((64, 8))}

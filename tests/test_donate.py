@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,29 @@ def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 # -- what was consumed -----------------------------------------------------------------------------
+
+
+USES: list[Callable[[jax.Array], Any]] = [
+    jax.jit(jnp.sin), np.asarray, str, jax.device_get, jnp.copy, jax.grad(jnp.sum),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
+def test_whoever_uses_a_consumed_leaf_is_told(beside):
+    """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
+    over = threading.Event()
+    if beside:
+        threading.Thread(target=over.wait, daemon=True).start()
+    train_step = sharded(4)
+    old, _ = train_step(train_step.init(new_state), X)
+    new, _ = train_step(old, X)
+    for use in USES:
+        for name, leaf in old["params"].items():
+            use(new["params"][name])
+            with pytest.raises((RuntimeError, ValueError), match="has been deleted"):
+                use(leaf)
+    over.set()
 
 
 def refused(call: Callable[[], Any], who: str, names: str) -> None:

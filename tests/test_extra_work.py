@@ -5,13 +5,11 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from experiments.shared.gpt import GPT, make_step
 from small import grouped
 
 DIM = 256
@@ -223,45 +221,3 @@ def test_little_work_is_listed_and_not_warned_of():
     report, caught = described(mlp(), rows(12, 2), state=SMALL)
     assert report.to_dict()["extra_work"][0]["flops"] < 1e6
     assert caught == []
-
-
-def metrics_of_rows(params, x):
-    """A median of losses of rows, which is only returned."""
-    new, loss = mlp()(params, x)
-    each = jnp.mean((x @ params["up"]) ** 2, axis=1)
-    return new, {"loss": loss, "median": jnp.median(each), "worst": jnp.sort(each)[-3:]}
-
-
-def batch_norm(h):
-    mean, var = h.mean(0, keepdims=True), h.var(0, keepdims=True)
-    return (h - mean) / jnp.sqrt(var + 1e-5)
-
-
-def dropout(h):
-    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h / 0.9, 0)
-
-
-TX = optax.adamw(1e-3)
-SCANNED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64)
-UNROLLED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64, scan=False, remat=False)
-TOKENS = jax.ShapeDtypeStruct((16, 65), jnp.int32)
-CLEAN = {
-    "BatchNorm in microbatches": (mlp(batch_norm), PARAMS, rows(64), dict(accumulate=2)),
-    "dropout": (mlp(dropout), PARAMS, rows(64), {}),
-    "all pairs": (mlp(lambda h: jax.nn.softmax(h @ h.T) @ h), PARAMS, rows(64), {}),
-    "a sum along the batch": (mlp(lambda h: jnp.cumsum(h, axis=0)), PARAMS, rows(64), {}),
-    "sorted columns": (mlp(lambda h: jnp.sort(h, axis=0)), PARAMS, rows(64), {}),
-    "metrics of rows": (metrics_of_rows, PARAMS, rows(64), {}),
-    "GPT unrolled": (make_step(UNROLLED.loss, TX), UNROLLED, TOKENS, {}),
-    "GPT in microbatches": (make_step(SCANNED.loss, TX), SCANNED, TOKENS, dict(accumulate=2)),
-    "told to come whole": (mlp(), PARAMS, rows(64), dict(in_specs={"x": P()})),
-}
-
-
-@pytest.mark.slow(but=7)
-@pytest.mark.parametrize(("step_fn", "state", "batch", "options"), CLEAN.values(), ids=CLEAN)
-def test_no_warning_where_each_device_does_its_part(step_fn, state, batch, options):
-    if isinstance(state, GPT):
-        state = jax.eval_shape(lambda: state.state(TX))
-    report, caught = described(step_fn, batch, state=state, **options)
-    assert report.to_dict()["extra_work"] == caught == []

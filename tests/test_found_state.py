@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 import jzero
 import small
 import zoo
-from jzero.testing import assert_collectives, assert_same_training
+from jzero.testing import assert_collectives
 from small import grouped
 
 TX: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -229,28 +229,6 @@ def test_by_name():
         close(step(X, Y, params=placed[0], opt_state=placed[1]), want)
 
 
-def scaled(scale, params, x):
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * scale * g, params, grads), loss * scale
-
-
-def scaled_by_default(scale=2.0, *, params, x):
-    return scaled(scale, params, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [functools.partial(scaled, scale=2.0), scaled_by_default])
-def test_a_parameter_that_is_bound_keeps_its_value(bound):
-    params = {"w": P["w"]}
-    train_step = sharded(bound)
-    for given in ({}, {"scale": 3.0}):
-        close(
-            train_step(params=copies(params), x=X, **given),
-            jax.jit(bound)(params=params, x=X, **given),
-        )
-    assert train_step._programs.signature.state_names == ("params",)
-
-
 def test_what_the_step_raises_itself_is_raised_where_a_state_is_placed():
     def failing(batch, state):
         params, opt_state = state
@@ -263,42 +241,6 @@ def test_what_the_step_raises_itself_is_raised_where_a_state_is_placed():
         notes = "".join(caught.value.__notes__)
         assert "with state for the state, as nobody has said" in notes
         assert "with batch it raises TypeError" in notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["batch first", "two"])
-def test_what_is_asked_before_the_first_call(name):
-    """Nothing is known of the step then; its state is a tree, and what it rests in is as it stays."""
-    step_fn, args, state = FOUND[name]
-    at = [parameters(step_fn).index(argument) for argument in state]
-    given = [args[i] for i in at]
-    whole = given[0] if len(given) == 1 else tuple(given)
-    beside = tuple(arg for i, arg in enumerate(args) if i not in at)
-    make = (lambda: init()) if len(given) > 1 else (lambda: copies(given[0]))
-    for place in (
-        lambda step: step.init(make),
-        lambda step: step.shard(make()),
-        lambda step: step.shard(make(), *beside),
-    ):
-        train_step = sharded(step_fn)
-        placed = place(train_step)
-        close(placed, whole)
-        want = jax.tree.map(lambda x: x.sharding, placed)
-        new = list(args)
-        for i, value in zip(at, placed if len(given) > 1 else [placed], strict=True):
-            new[i] = value
-        outs = train_step(*new)
-        close(outs, reference(name)[0])
-        assert all(x.is_deleted() for x in jax.tree.leaves(placed) if isinstance(x, jax.Array))
-        # And afterwards.
-        assert jax.tree.map(lambda x: x.sharding, train_step.shard(make(), *beside)) == want
-        shardings = train_step.state_shardings(make(), *beside)
-        assert jax.tree.map(lambda x: None, shardings) == jax.tree.map(lambda x: None, whole)
-    assert sharded(step_fn).state_shardings(whole, *beside) == shardings
-    text = str(sharded(step_fn).describe(*args))
-    assert text == str(train_step.describe(*args))
-    assert sharded(step_fn).lower(*args).out_info is not None
-    assert_same_training(step_fn, make, [beside] * 2)
 
 
 def test_collectives_of_a_step_whose_state_is_found():
@@ -585,23 +527,6 @@ def test_what_was_read_once_is_not_read_otherwise():
         train_step(few, few, X[:4, :4])
 
 
-def test_a_changed_leaf_is_named():
-    def cast(x, params, opt_state):
-        params, opt_state, loss = update(params, opt_state, x, Y)
-        return loss, params, jax.tree.map(lambda m: m.astype(jnp.bfloat16), opt_state)
-
-    with pytest.raises(
-        jzero.StateError, match=r"opt_state\[1\]\[0\].mu\['b'\] float32\[6\] became bfloat16"
-    ):
-        sharded(cast)(X, *init())
-
-    def halved(w, opt_state, x):
-        return w.astype(jnp.bfloat16), opt_state, x.mean()
-
-    with pytest.raises(jzero.StateError, match=r"state float32\[16,40\] became bfloat16\[16, 40\]"):
-        sharded(halved)(P["w"], TX.init(P["w"]), X)
-
-
 @pytest.mark.slow
 def test_in_specs_say_that_an_argument_is_no_state():
     def stated(params, opt_state, table, x, y):
@@ -708,26 +633,6 @@ def test_methods_bind():
     own: Any = Trainer()
     own.step = sharded(loss_first)
     close(own.step(init(), X, Y), (loss, state))
-
-
-def test_what_is_asked_of_a_method():
-    trainer = Trainer()
-    step = trainer.step
-    state = step.init(init)
-    close(state, init())
-    state = step.shard(state, X, Y)
-    shardings = step.state_shardings(state, X, y=Y)
-    assert shardings == jax.tree.map(lambda x: x.sharding, state)
-
-    assert str(step.describe(state, X, Y)) == str(Trainer.step.describe(trainer, state, X, Y))
-    assert [leaf.path for leaf in step.plan(state, X, Y).leaves][0] == "state[0]['b']"
-    assert step.lower(state, X, Y).out_info is not None
-    close(step.unshard(state), init())
-    moved = {"all-gather": (1, 1)}
-    with pytest.raises(jzero.MismatchError, match="reduce-scatter"):
-        assert_collectives(step, state, (X, Y), moved)
-    evaluate = jzero.shard_eval_step(lambda state, x: x @ state[0]["w"], like=step)
-    close(evaluate(state, X), X @ P["w"])
 
 
 def test_an_opaque_self_is_refused_by_name():

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,68 +187,3 @@ def test_too_few_groups_gather_and_say_so():
     _, expected = jax.jit(fn)(state, x)
     _, found = step(step.shard(state), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
-
-
-# -- the same in a step written for one device ------------------------------------------------------------
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, momentum=0.8)(nn.Dense(16)(x))
-        return nn.Dense(1)(nn.relu(x))
-
-
-MODEL = Net()
-
-
-def start():
-    return MODEL.init(jax.random.key(0), jnp.zeros((2, 3)))
-
-
-def updated(state, grads, batch_stats):
-    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
-    return {"params": params, "batch_stats": batch_stats}
-
-
-def forward(variables, x):
-    return MODEL.apply(variables, x, mutable=["batch_stats"])
-
-
-def step_of_a_device(state, x):
-    """As for `jax.pmap(..., axis_name="batch")`: each device's own statistics, which it averages itself."""
-
-    def loss_fn(params):
-        y, new = forward({**state, "params": params}, x)
-        return jnp.mean(y**2), new["batch_stats"]
-
-    (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-    loss, stats, grads = jax.lax.pmean((loss, stats, grads), "batch")
-    return updated(state, grads, stats), loss
-
-
-def step_in_groups(n, state, x):
-    """The same for the whole batch: a group for each device and microbatch."""
-
-    def loss_fn(params):
-        apply = jzero.groups(forward, n, in_axes=(None, 0), out_axes=(0, None))
-        y, new = apply({**state, "params": params}, x)
-        return jnp.mean(y**2), jax.tree.map(lambda x: x.mean(0), new["batch_stats"])
-
-    (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-    return updated(state, grads, stats), loss
-
-
-def test_a_step_for_pmap_keeps_its_statistics_local():
-    k, state, x = 2, start(), normal(ROWS, 3)
-    whole_step = functools.partial(step_in_groups, 8 * k)
-    num_sums = 1 + sum(leaf.size for leaf in jax.tree.leaves(state))
-    expected, loss = jax.jit(whole_step)(state, x)
-    for fn, axis_name in ((step_of_a_device, "batch"), (whole_step, None)):
-        step = small.shard_train_step(
-            fn, stage=0, microbatches=k, axes=jzero.Axes(axis_name=axis_name)
-        )
-        assert_collectives(step, state, x, {"all-reduce": num_sums})
-        found, metric = step(step.shard(state), x)
-        np.testing.assert_allclose(metric, loss, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
