@@ -64,6 +64,17 @@ def data_files(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted(files, key=lambda path: path.stat().st_size)
 
 
+def save(checkpointer: jzero.Checkpointer, *steps: int) -> None:
+    """Each is complete."""
+    for step in steps:
+        checkpointer.save(step, new_state())
+        checkpointer.wait()
+
+
+def refused(text: str) -> Any:
+    return pytest.raises(jzero.CheckpointError, match=text)
+
+
 class Place:
     """A data iterator's."""
 
@@ -150,7 +161,7 @@ def test_damage_names_the_leaf_and_spares_the_step_before(saved, train_step):
     for at in range(len(data) // 8, len(data), len(data) // 8):
         data[at] ^= 1
     largest.write_bytes(data)
-    with pytest.raises(jzero.CheckpointError, match=r"(?s)steps/2/state: 2 leaves fail.*mu.*w"):
+    with refused(r"(?s)steps/2/state: 2 leaves fail.*mu.*w"):
         restore(saved, train_step)
     assert_restored(restore(saved, train_step, step=1))
 
@@ -160,7 +171,7 @@ def test_truncated_files(keep, saved, train_step):
     for path in data_files(saved / "2"):
         whole = path.read_bytes()
         path.write_bytes(whole[: int(len(whole) * keep)])
-    with pytest.raises(jzero.CheckpointError, match="bytes. Its files are damaged"):
+    with refused("bytes. Its files are damaged"):
         restore(saved, train_step, step=2)
     with pytest.warns(
         match="steps: 2 does not count as a step: .* bytes. What is not whole is left"
@@ -175,15 +186,13 @@ def test_missing_files(sealed, saved, train_step):
         (saved / "2" / "_JZERO_SEAL").unlink()
     for name in ("manifest.ocdbt", "_METADATA"):
         (saved / "2" / "state" / name).unlink()
-        with pytest.raises(
-            jzero.CheckpointError, match=f"{name} is missing.*Its files are damaged, inc"
-        ):
+        with refused(f"{name} is missing.*Its files are damaged, inc"):
             restore(saved, train_step, step=2)
         with pytest.warns(match=f"steps: 2 does not count as a step: .*{name} is missing"):
             assert_restored(restore(saved, train_step))
         with jzero.Checkpointer(saved, train_step) as checkpointer:
             assert (checkpointer.latest_step(), checkpointer.steps()) == (1, [1])
-    with pytest.raises(jzero.CheckpointError, match="has a file _METADATA"):
+    with refused("has a file _METADATA"):
         jzero.restore(saved / "2", train_step, new_state())
 
 
@@ -207,18 +216,18 @@ def test_another_model(saved, train_step):
 
 
 def test_no_checkpoint(train_step, tmp_path):
-    with pytest.raises(jzero.CheckpointError, match="there is no directory"):
+    with refused("there is no directory"):
         jzero.restore(tmp_path / "nowhere", train_step, new_state())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "readme.txt").write_text("hello")
-    with pytest.raises(jzero.CheckpointError, match=r"has readme.txt\."):
+    with refused(r"has readme.txt\."):
         jzero.restore(tmp_path / "other", train_step, new_state())
 
 
 def test_never_finished(saved, train_step):
     unfinished = saved / "3.orbax-checkpoint-tmp"
     shutil.copytree(saved / "2", unfinished)
-    with pytest.raises(jzero.CheckpointError, match="was never finished"):
+    with refused("was never finished"):
         jzero.restore(unfinished, train_step, new_state())
     with jzero.Checkpointer(saved, train_step) as checkpointer:
         assert checkpointer.latest_step() == 2
@@ -233,7 +242,7 @@ def test_wrong_arguments(saved, train_step):
     with jzero.Checkpointer(saved, train_step) as checkpointer:
         with pytest.raises(jzero.OptionError, match=r"is a list without get_state\(\)"):
             checkpointer.save(3, new_state(), [1, 2])
-        with pytest.raises(jzero.CheckpointError, match="was saved without a data iterator"):
+        with refused("was saved without a data iterator"):
             checkpointer.restore(new_state(), data_iterator=NoPlace())
         state = train_step.shard(new_state())
         train_step(state, jnp.ones((8, 100)))
@@ -247,9 +256,7 @@ def test_steps_in_order(saved, train_step):
         assert_restored(checkpointer.restore(new_state()))
         assert not checkpointer.save(2, new_state(), force=True)  # It is there.
         checkpointer.restore(new_state(), step=1)
-        with pytest.raises(
-            jzero.CheckpointError, match="step 2 is not after step 2 .* remove the dir"
-        ):
+        with refused("step 2 is not after step 2 .* remove the dir"):
             checkpointer.save(2, new_state())
 
 
@@ -295,7 +302,7 @@ class NoPlace:
 def test_unwritable_directory(train_step, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "steps", pathlib.Path("/proc/steps")):
-        with pytest.raises(jzero.CheckpointError, match="could not be opened: .*Error"):
+        with refused("could not be opened: .*Error"):
             jzero.Checkpointer(path, train_step)
 
 
@@ -321,13 +328,11 @@ def test_wrong_arguments_are_named(train_step, tmp_path):
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
         assert repr(checkpointer) == f"<Checkpointer in {tmp_path} for {train_step!r}>"
         for step in (None, 3):
-            with pytest.raises(
-                jzero.CheckpointError, match=r"nothing was saved in.*init\(init_fn, key\)"
-            ):
+            with refused(r"nothing was saved in.*init\(init_fn, key\)"):
                 checkpointer.restore(new_state(), step=step)
         checkpointer.save(1, new_state())
         advice = r"state is the function new_state.*jax.eval_shape\(new_state, ...\)"
-        with pytest.raises(jzero.CheckpointError, match=f"Checkpointer.restore: {advice}"):
+        with refused(f"Checkpointer.restore: {advice}"):
             checkpointer.restore(new_state)
-    with pytest.raises(jzero.CheckpointError, match=f"^restore: {advice}"):
+    with refused(f"^restore: {advice}"):
         jzero.restore(tmp_path / "1", train_step, new_state)
