@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 
 import jzero
 import small
@@ -100,15 +99,3 @@ def test_a_leaf_on_the_host_or_in_files_twice(tier, tmp_path):
     found = train_step({**state, "best": jnp.copy(state["m"])}, X)
     expected = with_best(expected, X)
     check(found, with_best({**expected, "best": expected["m"]}, X))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_state_of_a_mesh_with_other_axis_types(stage):
-    """It is copied, and the one that was given stays."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    train_step = small.shard_train_step(step_fn, mesh=mesh, stage=stage)
-    given = jax.device_put(new_state(), NamedSharding(mesh, jax.P("data")))
-    x = jax.device_put(X, NamedSharding(mesh, jax.P("data")))
-    state = train_step(train_step(given, x), x)
-    check(state, jax.jit(step_fn)(jax.jit(step_fn)(new_state(), X), X))
-    check(given, new_state())

@@ -171,11 +171,6 @@ def shuffled_shards(index, count, size):
     return iter(order()[index::count].shuffle(seed=1).batch(size).to_iter_dataset(SMALL))
 
 
-def consecutive_shards(index, count, size):
-    each = NUM_EXAMPLES // count
-    return iter(order(1)[index * each : (index + 1) * each].batch(size).to_iter_dataset(SMALL))
-
-
 def whole(index, count, size):
     return iter(order().batch(size).to_iter_dataset(SMALL))
 
@@ -236,7 +231,6 @@ class WrappedBytes(Wrapped):
 
 REFUSED = {
     shuffled_shards: r"no slice \[index::count\] follows their ShuffleMapDataset",
-    consecutive_shards: r"no slice \[index::count\] follows their SliceMapDataset",
     whole: r"no slice \[index::count\] follows their ShuffleMapDataset",
 
     filtered_before: "its pipeline has FilterMapDataset, after which shards are not equally long",

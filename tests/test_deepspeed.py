@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jzero

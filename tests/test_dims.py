@@ -76,8 +76,7 @@ def check(name: str, mesh: str, **options: Any) -> Any:
     train_step = sharded(name, mesh, **options)
     state, metrics = trained(train_step, train_step.init(init), batch)
     got = [np.asarray(x) for x in [*jax.tree.leaves(train_step.unshard(state)), *metrics]]
-    # jax.nn takes the softmax in float32, whatever it is given.
-    assert worst(got, on_one_device(name)) < (1e-6 if name == "llama" else 1e-9)
+    assert worst(got, on_one_device(name)) < 1e-9
     return train_step
 
 
@@ -108,7 +107,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow(but=["recurrent-2x4"])
+@pytest.mark.slow(but=["recurrent-2x2"])
 @pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_trains_as_on_one_device(name, mesh):
     check(name, mesh)
@@ -129,9 +128,9 @@ def test_every_device_does_its_share(name, mesh):
     ("name", "mesh", "options"),
     [
         ("gpt", "2x2", {"accumulate": 2}),
-        ("vit", "4x2", {"accumulate": 2, "reduce": "each"}),
+        ("mlp", "4x2", {"accumulate": 2, "reduce": "each"}),
         ("gpt_that_shifts", "2x2", {"accumulate": 4, "stage": 1}),
-        ("llama", "2x2", {"gather": "keep"}),
+        ("gpt", "2x2", {"gather": "keep"}),
         ("gpt", "2x2", {"stage": 0}),
         ("mlp", "2x2", {"tile_bytes": 2000}),
         ("gpt_without_the_last", "2x2", {"param_axes": "context"}),
@@ -164,14 +163,6 @@ def test_sums_over_tokens_are_of_microbatches():
 
 
 @pytest.mark.slow
-def test_microbatches_cut_rows_only():
-    init, _, batch, _ = STEPS["gpt"]()
-    plan = sharded("gpt", "2x4", is_abstract=True, accumulate=4).plan(jax.eval_shape(init), batch)
-    assert plan.microbatches.dims == (0, 0)
-    assert plan.arguments == (P("data", "context"),) * 2
-
-
-@pytest.mark.slow
 def test_keys_and_values_are_gathered_or_heads_exchanged():
     """Whichever moves less: of two devices along the tokens, and of four."""
     each = (token_steps.B, token_steps.S, token_steps.HEADS, token_steps.EACH)
@@ -187,14 +178,6 @@ def test_keys_and_values_are_gathered_or_heads_exchanged():
 
 def test_nothing_moves_of_tokens_that_stand_alone():
     assert moved_rows(program_of(sharded("mlp", "2x4", is_abstract=True), "mlp")) == {}
-
-
-@pytest.mark.slow
-def test_tokens_that_the_step_shifts_are_not_moved():
-    """The devices do not divide S + 1 tokens, so each has all of them, and cuts S."""
-    step = sharded("gpt_that_shifts", "4x2", is_abstract=True)
-    moves = program_of(step, "gpt_that_shifts").program.moves
-    assert not [m for m in moves if m.value.startswith("int")]
 
 
 def test_describe_says_what_is_split_and_moved():

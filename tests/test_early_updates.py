@@ -164,23 +164,6 @@ def updates_of(log, name):
     ]
 
 
-@pytest.mark.slow
-def test_a_slice_is_updated_before_earlier_layers_run(log):
-    """With room for two iterations, an iteration is over before the next but one is fetched."""
-    train_step, state = sharded(True, ADAM, {"data": 4})
-    state, _ = train_step(state, batch(0))
-    parts = [event for event in log if isinstance(event, tuple)]
-    assert max(i for i, event in enumerate(log) if event in parts) < updates_of(log, "'up'")[0]
-    log.clear()
-    train_step(state, batch(1))
-    backward = parts[-1][0] if parts[-1][1] is not None else parts[-2][0]
-    begun = updates_of(log, "'up'")
-    assert len(begun) == LAYERS
-    for at in range(2, LAYERS):
-        assert begun[LAYERS - 1 - at] < log.index((backward, at - 2))
-    assert updates_of(log, "'head'")[0] < log.index((backward, LAYERS - 2))
-
-
 # -- what a failure leaves -------------------------------------------------------------------------
 
 

@@ -131,6 +131,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("mixed", NODES, {"axes": HYBRID, "comm": jzero.Comm(reduce_dtype={"node": jnp.int8})}),
     ("mixed", DATA, {"microbatches": MB(4, reduce="once", dtype=jnp.bfloat16)}),
     *(("float32", {"data": 1}, {"stage": stage}) for stage in (0, 3)),
+    ("mixed", DATA, {"memory": jzero.HostCPU(ratio=0.5)}),
     ("float32", NODES, {"axes": jzero.Axes(params="node"), "microbatches": 2}),
 ]  # fmt: skip
 

@@ -8,7 +8,6 @@ import pytest
 import jzero
 import test_cli
 from small import grouped
-from test_estimate_offload import by_way
 
 RATES: dict[str, Any] = dict(tokens="32K", peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
 
@@ -89,24 +88,6 @@ def test_parameters_in_files(in_place: bool, slots: int):
         rows = {row.role: row for row in found.memory}
         assert rows["parameter"].on_disk == 2 * each
         assert rows["parameters in transfer"].on_host == 2**27
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "layer_major", "times"), [(1, False, 1), (4, False, 4), (4, True, 1)]
-)
-def test_what_parameters_in_files_move(accumulate: int, layer_major: bool, times: int):
-    """Read in each pass of each round, and read and written in the update; none crosses to be updated."""
-    options: dict[str, Any] = {"accumulate": accumulate, "layer_major": layer_major}
-    found = jzero.estimate("1B", devices=8, **grouped(**options, **in_files()))
-    each = found.num_params // 8
-    assert by_way(found.transfers) == {
-        ("to device", "parameter"): 2 * times * 2 * each,
-        ("from disk", "parameter"): (2 * times + 1) * 2 * each,
-        ("to disk", "parameter"): 2 * each,
-        ("to host", "gradient"): 2 * each,
-        ("from disk", "optimizer state"): 12 * each,
-        ("to disk", "optimizer state"): 12 * each,
-    }
 
 
 def test_time_and_wear_of_parameters_in_files():

@@ -372,34 +372,6 @@ def test_masters_of_what_cannot_be_told(tmp_path, capsys):
     run(*arguments)
 
 
-@pytest.mark.slow
-def test_parameters_that_no_loss_reads_are_exported(tmp_path, capsys):
-    """Their role is that of optimizer state; where they are says what they are."""
-    tx = optax.adam(1e-2)
-    params = {
-        "body": {"w": jnp.ones((8, 4))},
-        "head": {"v": jnp.ones((4, 3))},
-        "base": jnp.ones((8,)),
-    }
-
-    def step_fn(state, batch):
-        params, opt_state = state["train"]
-        grads = jax.grad(lambda p: jnp.mean((batch @ p["body"]["w"]) ** 2))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return {"train": (optax.apply_updates(params, updates), opt_state)}
-
-    train_step = jzero.shard_train_step(step_fn, stage=3, axes=jzero.Axes(min_shard_bytes=0))
-    state = train_step(train_step.shard({"train": (params, tx.init(params))}), jnp.ones((8, 8)))
-    with jzero.Checkpointer(tmp_path / "ck", train_step) as checkpointer:
-        checkpointer.save(1, state)
-    run("export", tmp_path / "ck", tmp_path / "out.safetensors")
-    found = set(load_file(tmp_path / "out.safetensors"))
-    out = capsys.readouterr().out
-    assert found == {f"train.0.{name}" for name in ("base", "body.w", "head.v")}
-    said = ", ".join(f"train/1/0/{name}" for name in ("count", "mu/base", "mu/body/w"))
-    assert f"Not exported, as no parameters: 7 leaves ({said}, ...). --select REGEX" in out
-
-
 def test_averages_beside_parameters_are_left_out_and_named(tmp_path, capsys):
     """What has a parameter's name and shape, and is in its tree, is a copy."""
 

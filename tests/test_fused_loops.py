@@ -181,28 +181,6 @@ def test_who_reads_a_whole_stack_is_named(name):
     assert "test_fused_loops.py:" in told
 
 
-@pytest.mark.slow
-def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
-    """A cast in the body is a residual: the cast parameters of all layers."""
-
-    def loss(w, b, x, scale):
-        def layer(x, each):
-            w, b = each
-            return jnp.tanh(x @ (w.astype(jnp.float32) * scale) + b.reshape(1, -1)), None
-
-        return jnp.sum(lax.scan(layer, x, (w, b))[0] ** 2)
-
-    w, b, x = values((TURNS, 3, 3), (TURNS, 3), (2, 3), dtype=np.float32)
-    w, scale = w.astype(jnp.float64), jnp.float32(0.5)
-    fn = jax.value_and_grad(loss, argnums=(0, 1))
-    found = Rewritten(fn, w, b, x, scale, num=2).check()
-    before = [e for e in found.old.eqns if _growing_loop.is_loop(e)][0]
-    forward, backward = found.loops
-    assert (TURNS, 3, 3) in [v.aval.shape for v in _growing_loop.stacks_made(before)]
-    assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
-    assert takes_slices(backward, found.leaves[0])
-
-
 ABSORBED = {
     "sums of squares": lambda g, s: (jnp.sum(g**2), jnp.sum(jnp.abs(g.astype(jnp.float32)))),
     "over the turns alone": lambda g, s: (jnp.sum(g, 0), jnp.max(g, 0)),

@@ -1,4 +1,4 @@
-"""Train steps over tokens `[B, S]`, images and sequences, in float64; none says anything of devices.
+"""Train steps over tokens `[B, S]`, in float64; none says anything of devices.
 
 `STEPS[name]()` is `(init, step, batch, specs)`: `specs` are of the batch, whose rows are over the axis "rows"
 and whose tokens are over "context".
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import P, lax
 
-from partition_steps import FLOAT, labels, normal, rms_norm, rope, rows, trained, xent
+from partition_steps import FLOAT, normal, rms_norm, rope, rows, trained, xent
 
 B, S, WIDTH, HEADS, VOCAB = 16, 16, 16, 8, 32
 EACH = WIDTH // HEADS
@@ -31,17 +31,17 @@ def shifted(num: int = S) -> dict[str, jax.Array]:
     return {"x": both[:, :-1], "y": both[:, 1:]}
 
 
-def weights(seed: int, kv: int = HEADS) -> dict[str, jax.Array]:
+def weights(seed: int) -> dict[str, jax.Array]:
     shapes = {
-        "q": (WIDTH, HEADS, EACH), "k": (WIDTH, kv, EACH), "v": (WIDTH, kv, EACH),
+        "q": (WIDTH, HEADS, EACH), "k": (WIDTH, HEADS, EACH), "v": (WIDTH, HEADS, EACH),
         "o": (HEADS * EACH, WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH),
     }  # fmt: skip
     found = {name: normal(seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     return {**found, "norms": jnp.ones((2, WIDTH), FLOAT)}
 
 
-def stacked(kv: int = HEADS) -> Any:
-    return jax.tree.map(lambda *x: jnp.stack(x), weights(0, kv), weights(10, kv))
+def stacked() -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), weights(0), weights(10))
 
 
 def model(layers: Callable[[], Any] = stacked, **more: Any) -> Callable[[], Any]:
@@ -53,33 +53,23 @@ def model(layers: Callable[[], Any] = stacked, **more: Any) -> Callable[[], Any]
     return params
 
 
-def by_hand(q, k, v, causal=True):
+def attention(q, k, v):
     scores = jnp.einsum("bshe,bthe->bhst", q, k) / np.sqrt(EACH)
-    if causal:
-        at = jnp.arange(q.shape[1])
-        scores = jnp.where(at[:, None] >= at[None, :], scores, -1e9)
+    at = jnp.arange(q.shape[1])
+    scores = jnp.where(at[:, None] >= at[None, :], scores, -1e9)
     return jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores, -1), v)
 
 
-def grouped(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
-def layer(x, p, attention=by_hand, turned=False, others=None):
+def layer(x, p, turned=False):
     h = rms_norm(x, p["norms"][0])
-    read = h if others is None else others
-    q = jnp.einsum("bsd,dhe->bshe", h, p["q"])
-    k, v = (jnp.einsum("bsd,dhe->bshe", read, p[name]) for name in "kv")
+    q, k, v = (jnp.einsum("bsd,dhe->bshe", h, p[name]) for name in "qkv")
     q, k = (rope(q), rope(k)) if turned else (q, k)
     x = x + attention(q, k, v).reshape(*x.shape[:2], -1) @ p["o"]
     return x + jax.nn.gelu(rms_norm(x, p["norms"][1]) @ p["up"]) @ p["down"]
 
 
-def scanned(x, layers, remat=True, **options):
-    def turn(x, p):
-        return layer(x, p, **options), None
-
-    turn = jax.checkpoint(turn, prevent_cse=False) if remat else turn
+def scanned(x, layers, turned=False):
+    turn = jax.checkpoint(lambda x, p: (layer(x, p, turned), None), prevent_cse=False)
     return lax.scan(turn, x, layers)[0]
 
 
@@ -116,56 +106,6 @@ def gpt_without_the_last() -> Step:
     return *trained(model(), loss, tokens(), TX), TOKENS
 
 
-def llama() -> Step:
-    """Rotated positions, grouped queries, `jax.nn.dot_product_attention`."""
-
-    def loss(p, b):
-        x = scanned(p["embed"][b["x"]], p["layers"], attention=grouped, turned=True)
-        return xent(x @ p["head"], b["y"])
-
-    return *trained(model(lambda: stacked(2)), loss, shifted(), TX), TOKENS
-
-
-def t5() -> Step:
-    """An encoder, and a decoder that reads it; relative positions are looked up in a table."""
-
-    def biased(p):
-        at = jnp.arange(S)
-        near = jnp.clip(at[:, None] - at[None, :], -3, 3) + 3
-
-        def attention(q, k, v):
-            scores = jnp.einsum("bshe,bthe->bhst", q, k) + p["near"][:, near]
-            return jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores, -1), v)
-
-        return attention
-
-    def loss(p, b):
-        e = layer(p["embed"][b["source"]], p["layers"]["encoder"], biased(p))
-        x = layer(p["embed"][b["x"]], p["layers"]["decoder"], turned=True)
-        whole = lambda q, k, v: by_hand(q, k, v, False)  # noqa: E731
-        x = layer(x, p["layers"]["cross"], whole, others=e)
-        return xent(x @ p["head"], b["y"])
-
-    def layers():
-        return {name: weights(10 * i) for i, name in enumerate(("encoder", "decoder", "cross"))}
-
-    batch = {"source": tokens(seed=5), **shifted()}
-    return *trained(model(layers, near=(HEADS, 7)), loss, batch, TX), TOKENS
-
-
-def vit() -> Step:
-    """Patches, of which a mean is classified; labels have rows alone."""
-
-    def loss(p, b):
-        x = b["x"] @ p["patch"] + p["position"]
-        x = scanned(x, p["layers"], remat=False, attention=lambda q, k, v: by_hand(q, k, v, False))
-        return xent(x.mean(1) @ p["head"], b["y"])
-
-    batch = {"x": rows(B, S, 12), "y": labels(VOCAB, B)}
-    shapes: Any = {"patch": (12, WIDTH), "position": (S, WIDTH)}
-    return *trained(model(**shapes), loss, batch, TX), {"x": TOKENS, "y": P("rows")}
-
-
 def mlp() -> Step:
     """Of each token alone."""
 
@@ -176,28 +116,6 @@ def mlp() -> Step:
         return {"a": normal(0, 12, 32), "b": normal(1, 32, 12)}
 
     return *trained(params, loss, {"x": rows(B, S, 12), "y": rows(B, S, 12)}, TX), TOKENS
-
-
-def images() -> Step:
-    """Convolutions of images whose height is split: it is exchanged for another dim."""
-
-    def loss(p, b):
-        x = b["x"]
-        for w in (p["first"], p["second"]):
-            numbers = ("NHWC", "HWIO", "NHWC")
-            x = jax.nn.relu(
-                lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-            )
-        return xent(x.mean((1, 2)) @ p["head"], b["y"])
-
-    def params():
-        shapes = {"first": (3, 3, 3, 8), "second": (3, 3, 8, 8), "head": (8, 10)}
-        return {
-            name: normal(i, *shape, scale=0.2) for i, (name, shape) in enumerate(shapes.items())
-        }
-
-    batch = {"x": rows(B, 8, 8, 3), "y": labels(10, B)}
-    return *trained(params, loss, batch, TX), {"x": TOKENS, "y": P("rows")}
 
 
 def recurrent() -> Step:
@@ -219,10 +137,7 @@ def recurrent() -> Step:
     return *trained(model(lambda: {}, **shapes), loss, shifted(), TX), TOKENS
 
 
-STEPS: dict[str, Callable[[], Step]] = {
-    make.__name__: make
-    for make in (
-        gpt, gpt_that_shifts, gpt_without_the_last, llama, t5, vit, mlp, images, recurrent,
-    )
-}  # fmt: skip
-TRANSFORMERS = "gpt", "gpt_that_shifts", "gpt_without_the_last", "llama", "t5", "vit"
+TRANSFORMERS: dict[str, Callable[[], Step]] = {
+    make.__name__: make for make in (gpt, gpt_that_shifts, gpt_without_the_last)
+}
+STEPS = TRANSFORMERS | {"mlp": mlp, "recurrent": recurrent}
