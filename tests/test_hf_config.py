@@ -40,29 +40,19 @@ CLASSES = {"id2label": {str(i): f"class {i}" for i in range(1000)}}
 PUBLISHED = {
     "Llama-2-7b": (LLAMA, 6_738_415_616),
     "Meta-Llama-3-8B": (decoder("llama", 4096, 14336, 32, 32, 8, 128256), 8_030_261_248),
-    "Meta-Llama-3-70B": (decoder("llama", 8192, 28672, 80, 64, 8, 128256), 70_553_706_496),
+
     "Llama-3.2-1B": (
         decoder("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True),
         1_235_814_400,
     ),
     "Mistral-7B-v0.1": (decoder("mistral", 4096, 14336, 32, 32, 8, 32000), 7_241_732_096),
-    "Mistral-Nemo": (
-        decoder("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128),
-        12_247_782_400,
-    ),
+
     "Mixtral-8x7B-v0.1": (
         decoder("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
         46_702_792_704,
     ),
     "Qwen2.5-7B": (decoder("qwen2", 3584, 18944, 28, 28, 4, 152064), 7_615_616_512),
-    "Qwen2.5-0.5B": (
-        decoder("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
-        494_032_768,
-    ),
-    "Qwen3-0.6B": (
-        decoder("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
-        596_049_920,
-    ),
+
     "Qwen3-8B": (decoder("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128), 8_190_735_360),
     "Qwen1.5-MoE-A2.7B": (
         decoder("qwen2_moe", 2048, 5632, 24, 16, 16, 151936, num_experts=60,
@@ -75,13 +65,13 @@ PUBLISHED = {
         30_532_122_624,
     ),
     "gemma-2b": (decoder("gemma", 2048, 16384, 18, 8, 1, 256000, head_dim=256), 2_506_172_416),
-    "gemma-2-9b": (decoder("gemma2", 3584, 14336, 42, 16, 8, 256000), 9_241_705_984),
+
     "gemma-2-2b": (decoder("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256), 2_614_341_888),
     "gemma-3-1b": (decoder("gemma3_text", 1152, 6912, 26, 4, 1, 262144), 999_885_952),
     "gpt2": (GPT2, 124_439_808),
-    "gpt2-xl": (GPT2 | {"n_embd": 1600, "n_layer": 48}, 1_557_611_200),
+
     "t5-base": (t5(768, 3072, 12, 12), 222_903_552),
-    "t5-small": (t5(512, 2048, 8, 6), 60_506_624),
+
     "t5-v1_1-base": (
         t5(768, 2048, 12, 12, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         247_577_856,
@@ -145,10 +135,6 @@ def test_classes_have_defaults():
     assert count({"model_type": "mistral"}) == PUBLISHED["Mistral-7B-v0.1"][1]
     qwen = decoder("qwen2", 4096, 22016, 32, 32, 32, 151936)
     assert count({"model_type": "qwen2"}) == count(qwen)
-
-
-def test_the_class_says_the_family():
-    """Where there is no `model_type`."""
     config = {key: x for key, x in LLAMA.items() if key != "model_type"}
     assert read_model(config | {"architectures": ["LlamaForCausalLM"]}).model_type == "llama"
 
@@ -160,9 +146,6 @@ def test_the_shape_of_the_loop():
     assert found == jzero.estimate(LLAMA, devices=8, **grouped(layers=32, width=4096, **tiers))
     with pytest.raises(jzero.OptionError, match="layers=0"):
         jzero.estimate(LLAMA, devices=8, **grouped(layers=0, **tiers))
-
-
-def test_gathered_parts_are_divided_by_the_model_axis():
     found = jzero.estimate(LLAMA, devices=8, model_parallel=2)
     assert "takes 193.0 MiB" in " ".join(str(found).split())
 
@@ -174,7 +157,6 @@ KNOWN = "There are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, mix
     ("config", "text"),
     [
         ({"model_type": "bert"}, f"model_type of config is 'bert'. {KNOWN}"),
-        ({}, f"model_type of config is None. {KNOWN}"),
         ({"model_type": ["llama"]}, f"model_type of config is ['llama']. {KNOWN}"),
         ({"model_type": "gemma3", "text_config": {}}, "Several models are in it. Pass its text_config"),
         (LLAMA | {"architectures": ["LlamaForTokenClassification"]},
@@ -186,16 +168,15 @@ KNOWN = "There are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, mix
          "num_attention_heads of config is 33. Heads divide the width, 4096."),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads of config is 5. They divide the heads"),
         (GPT2 | {"n_head": 5}, "n_head of config is 5. Heads divide the width, 768."),
-        (VIT | {"num_attention_heads": 5}, "num_attention_heads of config is 5. Heads divide the"),
         (VIT | {"patch_size": 225}, "patch_size of config is 225. A patch is no larger than the image, 224."),
         (LLAMA | {"quantization_config": {"bits": 4}}, "Parameters of a quantised model are packed"),
         ({key: x for key, x in PUBLISHED["Qwen3-8B"][0].items() if key != "num_key_value_heads"},
          "config has no num_key_value_heads."),
         (LLAMA | {"hidden_size": 0}, "hidden_size of config is 0. It is a whole number from 1 to 10"),
         (LLAMA | {"hidden_size": True}, "hidden_size of config is True."),
-        (LLAMA | {"hidden_size": 4096.0}, "hidden_size of config is 4096.0."),
+
         (LLAMA | {"num_hidden_layers": 10**300}, "num_hidden_layers of config is 1000000000"),
-        (LLAMA | {"num_attention_heads": 5000}, "num_attention_heads of config is 5000. Heads divide"),
+
         (LLAMA | {"tie_word_embeddings": "no"}, "embeddings of config is 'no'. It is true or false."),
         (GPT2 | {"add_cross_attention": True}, "Cross-attention of GPT-2 is not counted."),
         (PUBLISHED["Qwen3-30B-A3B"][0] | {"mlp_only_layers": [[]]}, "It is a list of layers."),
@@ -233,7 +214,7 @@ def test_a_file_that_is_none(data, text, tmp_path):
     assert text in str(error.value)
 
 
-def test_a_path_that_is_none(tmp_path, monkeypatch):
+def test_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("1")
     for path, text in (
@@ -253,14 +234,7 @@ def test_a_path_that_is_none(tmp_path, monkeypatch):
         with pytest.raises(jzero.OptionError) as error:
             jzero.estimate(path, devices=8)
         assert text in str(error.value)
-
-
-def test_a_file(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA))
-    assert jzero.estimate(file, devices=8) == jzero.estimate(LLAMA, devices=8)
-
-
-def test_what_is_no_number_and_no_configuration():
     with pytest.raises(jzero.OptionError, match="model='7even' is not .*, and no configuration"):
         jzero.estimate("7even", devices=8)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert jzero.estimate("config.json", devices=8) == jzero.estimate(LLAMA, devices=8)

@@ -12,7 +12,7 @@ import parity
 import small
 import test_optimizers
 from optimizers import ENTRIES
-from test_offload import optimizer_names
+from test_offload import WITH_STATE
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -55,7 +55,7 @@ def train(name: str, num: int) -> None:
 
 
 @pytest.mark.slow(but=["flatten"])
-@pytest.mark.parametrize("name", list(optimizer_names()))
+@pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
     if name in NEEDS_OTHER_DEVICES:
@@ -66,9 +66,9 @@ def test_optimizers_train_as_on_one_device(name: str):
         train(name, 8)
 
 
-@pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.HostCPU(ratio=0.5, threads=1)], ids=str)
-def test_replicas_in_microbatches(policy: jzero.HostCPU):
+def test_replicas_in_microbatches():
     """Other options are rows of tests/golden."""
     options = {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2}
+    policy = jzero.HostCPU(ratio=0.5, threads=1)
     sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     parity.check("mlp", {"node": 2, "local": 2}, sharded, options)

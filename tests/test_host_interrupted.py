@@ -20,7 +20,7 @@ import small
 from host_updates import compiler  # noqa: F401
 from interrupting import interruption
 from jzero.offload import _host_updates
-from test_offload import BATCH
+from test_offload import BATCH, gradient, momentum
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -68,16 +68,10 @@ class Interrupted:
         return self._line
 
 
-def momentum(state: Any, x: Any) -> Any:
-    w, m = state
-    m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    return w - 0.1 * m, m
-
-
 def average(state: Any, x: Any) -> Any:
     """The host makes nothing for the devices."""
     w, ema = state
-    w = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    w = w - 0.1 * gradient(w, x)
     return w, 0.9 * ema + 0.1 * w
 
 

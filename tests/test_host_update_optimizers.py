@@ -1,7 +1,5 @@
 """Every optimizer that optax exports updates state on the host as under `jax.jit`, to a few ULPs."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,28 +64,10 @@ def test_updates_as_xla_does(name: str):
     assert {reason.split(" of ")[0] for reason in reasons} == BY_XLA.get(name, set())
 
 
-# Casts are no optimizer's own: all of them in bfloat16 only when asked for.
-IN_BFLOAT16 = {
-    "adafactor", "adam", "adamw", "adam(bfloat16 moment)", "adan", "amsgrad", "clip_by_global_norm", "ema",
-    "galore", "lamb", "lion", "lookahead", "mechanize", "muon", "rmsprop", "schedule_free_adamw", "sgd",
-    "MultiSteps(skip_not_finite)", "sophia", "yogi",
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ENTRIES,
-)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_bfloat16_comes_in_and_goes_out(name: str):
     assert_same(problem(ENTRIES[name], jnp.bfloat16, jnp.bfloat16), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, None)])
-@pytest.mark.parametrize("name", ["adamw", "adam(bfloat16 moment)", "lion", "lamb", "rmsprop"])
-def test_either_alone(name: str, dtypes: tuple[Any, Any]):
-    assert_same(problem(ENTRIES[name], *dtypes), name)
 
 
 def assert_same(given: Problem, title: str) -> HostUpdate:
@@ -102,9 +82,6 @@ def assert_same(given: Problem, title: str) -> HostUpdate:
         for code_path, got, want in zip(
             update.code_paths, [*state, *outputs], expected, strict=True
         ):
-            error, limit = (
-                host_updates.ulps(got, want),
-                XLA_ULPS if code_path.by == XLA else KERNEL_ULPS,
-            )
-            assert error <= limit, (title, step, code_path, error)
+            limit = XLA_ULPS if code_path.by == XLA else KERNEL_ULPS
+            assert host_updates.ulps(got, want) <= limit, (title, step, code_path)
     return update

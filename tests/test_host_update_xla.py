@@ -16,7 +16,6 @@ from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._loops import KernelLoops
 from jzero.offload.kernels._xla_loops import XlaLoops
 from optimizers import ENTRIES
-from test_host_update_optimizers import IN_BFLOAT16
 
 pytestmark = pytest.mark.usefixtures("optax_promotions")
 
@@ -32,6 +31,15 @@ def by_both(*args: Any, **kwargs: Any) -> list[HostUpdate]:
     return [HostUpdate(*args, **kwargs, by=compiler) for compiler in (KernelLoops, XlaLoops)]
 
 
+def outputs_of_both(fn: Any, args: list[np.ndarray]) -> list[np.ndarray]:
+    results = []
+    for update in by_both(lambda state, inputs: ((), (fn(*inputs),)), (), args):
+        (out,) = update.make_outputs()
+        call(update, (), args, [out])
+        results.append(out)
+    return results
+
+
 def assert_equal(x: np.ndarray, y: np.ndarray, where: Any) -> None:
     """To the bit, but for the payload and the sign of NaN."""
     numbers = ~np.isnan(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.ones(x.shape, bool)
@@ -39,33 +47,16 @@ def assert_equal(x: np.ndarray, y: np.ndarray, where: Any) -> None:
     assert x[numbers].tobytes() == y[numbers].tobytes(), where
 
 
-def usual(name: str, bits: int) -> bool:
-    return (
-        name in IN_BFLOAT16
-        if bits == 16
-        else name in {"adamw", "lion", "lamb", "adaptive_grad_clip"}
-    )
-
-
-@pytest.mark.slow(but=[185])
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        pytest.param(name, bits, marks=() if usual(name, bits) else pytest.mark.slow)
-        for name in ENTRIES
-        for bits in (32, 16)
-    ],
-)
+@pytest.mark.slow(but=["16-flatten"])
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("bits", [32, 16])
 def test_steps_are_the_same_to_the_bit(name: str, bits: int):
     """XLA fuses no product into a sum, and takes no reciprocal, that kernels do not."""
     dtypes = (jnp.bfloat16, jnp.bfloat16) if bits == 16 else (jnp.float32, None)
     given, results = problem(ENTRIES[name], *dtypes), []
     for update in by_both(given.update, given.state, given.inputs):
-        rng, state, outputs = (
-            np.random.default_rng(0),
-            [*map(on_host, given.state)],
-            update.make_outputs(),
-        )
+        rng, state = np.random.default_rng(0), [*map(on_host, given.state)]
+        outputs = update.make_outputs()
         for _ in range(NUM_STEPS):
             call(update, state, [host_updates.random(rng, aval) for aval in given.inputs], outputs)
         results.append([*state, *outputs])
@@ -84,11 +75,7 @@ def test_primitive(name: str, dtype: str):
     args = ops.operands(dtype, case.num_operands)
     if dtype in ops.FLOATS:
         args = [ops.flushed(x) for x in args]
-    results = []
-    for update in by_both(lambda state, inputs: ((), (case.fn(*inputs),)), (), args):
-        results.append(update.make_outputs())
-        call(update, (), args, results[-1])
-    (x,), (y,) = results
+    x, y = outputs_of_both(case.fn, args)
     if name in OTHER_FUNCTIONS:
         assert host_updates.ulps(x, y) <= case.ulps
     else:
@@ -97,11 +84,8 @@ def test_primitive(name: str, dtype: str):
 
 @pytest.mark.parametrize("divisor", [*ops.DIVISORS, *ops.UNUSUAL])
 def test_division_by_one_number(divisor: float):
-    args, results = [ops.dividends(), np.array(divisor, np.float32)], []
-    for update in by_both(lambda state, inputs: ((), (inputs[0] / inputs[1],)), (), args):
-        results.append(update.make_outputs())
-        call(update, (), args, results[-1])
-    assert_equal(results[0][0], results[1][0], divisor)
+    args = [ops.dividends(), np.array(divisor, np.float32)]
+    assert_equal(*outputs_of_both(lambda x, y: x / y, args), divisor)
 
 
 STEPS = """if True:
@@ -124,17 +108,18 @@ STEPS = """if True:
 """
 
 
+def printed(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.slow
 def test_without_llvmlite():
     """Nothing is refused: the same numbers; `describe` names the code path, and what would be faster."""
     pytest.importorskip("llvmlite")
     found = []
     for module in ('__import__("llvmlite")', "None"):
-        code = STEPS.format(module=module)
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        found.append(run.stdout.split("\n", 1))
+        found.append(printed(STEPS.format(module=module)).split("\n", 1))
     (with_llvm, says), (without, says_why) = found
     assert with_llvm == without
     why = "as llvmlite is not installed: pip install 'jzero[offload]' for kernels, about 5 times as fast"
@@ -176,8 +161,7 @@ PEAK = """if True:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak")
 def test_the_state_is_not_there_twice():
     """256 MiB of it; beside it are a block's results, and what XLA needs to make them."""
-    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 8 << 20
+    assert int(printed(PEAK)) < 8 << 20
 
 
 def test_a_failure_in_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch):

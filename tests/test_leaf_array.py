@@ -73,54 +73,47 @@ def model_of(x: Any) -> nnx.Linear:
     return nnx.merge(graph, nnx.State({"kernel": nnx.Param(x)}))
 
 
-def global_norm(x: Any) -> Any:
-    with warnings.catch_warnings():  # It is optax.tree.norm by now.
-        warnings.filterwarnings("ignore", "optax.global_norm is deprecated")
-        return optax.global_norm({"x": x}), optax.tree.norm([x, x])
-
-
 def donated(x: Any) -> Any:
     with warnings.catch_warnings():  # A CPU's own arrays can say that nothing reuses them.
         warnings.filterwarnings("ignore", "Some donated buffers")
-        doubled = jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
-    return doubled
+        return jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
 
 
 USES: dict[str, Callable[[Any], Any]] = {
     "jit": jax.jit(lambda x: 2 * x),
     "jit, returned as it is": jax.jit(lambda x: x),
-    "jit, in a tree": lambda x: jax.jit(lambda tree, y: tree["x"] @ y)({"x": x}, np.ones((3, 2))),
+
     "jit, with shardings": lambda x: jax.jit(lambda x: x.sum(0), in_shardings=x.sharding)(x),
     "compiled": lambda x: jax.jit(lambda x: 2 * x).lower(x).compile()(x),
     "closed over by jit": lambda x: jax.jit(lambda y: jnp.sum(x) * lax.add(x, x) + y)(1.0),
     "a row of it in jit": lambda x: jax.jit(lambda i: x[i])(2),
     "closed over by scan": lambda x: lax.scan(lambda c, _: (c + x, None), 0 * x, None, 3)[0],
     "grad": jax.grad(lambda x: jnp.sum(x**3)),
-    "value_and_grad in jit": jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(x)))),
+
     "jvp": lambda x: jax.jvp(jnp.sin, (x,), (x,)),
-    "hessian": jax.hessian(lambda x: jnp.sum(x[:2] ** 3)),
+
     "checkpoint": jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x).sum())(x)),
     "eval_shape": lambda x: jnp.zeros(jax.eval_shape(lambda x: x.T, x).shape),
     "typeof": lambda x: jnp.zeros(jax.typeof(x).shape, x.aval.dtype),
     "vmap": jax.vmap(lambda row: row.sum()),
-    "vmap of one of two": lambda x: jax.vmap(lambda row, x: row[None] - x, (0, None))(x, x),
+
     "scan": lambda x: lax.scan(lambda c, row: (c + row.sum(), 2 * row), 0.0, x),
-    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, x: 2 * x, x),
+
     "cond": lambda x: lax.cond(True, lambda x: x, lambda x: 2 * x, x),
     "shard_map": lambda x: jax.jit(
         jax.shard_map(lambda x: 2 * x, mesh=x.sharding.mesh, in_specs=P(), out_specs=P())
     )(x),
-    "global_norm": global_norm,
+
     "an optimizer's init and update": lambda x: optax.adam(0.1).update(x, optax.adam(0.1).init(x)),
     "tree.map": lambda x: jax.tree.map(lambda x, y: x + y, [x], [x]),
     "device_put": jax.device_put,
-    "device_put to a device": lambda x: jax.device_put(x, jax.devices()[1]),
+
     "device_put in shards": lambda x: jax.device_put(x, three_devices()),
     "device_get": jax.device_get,
     "donated": donated,
     "operators": lambda x: [x + 1, 2 * x, -x, abs(x), 1 / x, x**2, x < 0, x == x, x != 0, x % 2, x @ x.T],
     "operators, on the right": lambda x: [np.float32(2) - x, np.ones(x.shape) - x, jnp.ones((2, len(x))) @ x],
-    "with itself": lambda x: x + x,
+
     "methods": lambda x: [x.sum(), x.mean(0), x.max(), x.astype(jnp.bfloat16), x.reshape(-1), x.copy()],
     "properties": lambda x: [x.T, x.mT, x.real, x.itemsize, x.nbytes, x.size, x.ndim, len(x)],
     "at": lambda x: x.at[0].set(1.0),
@@ -135,7 +128,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "from_state_dict": lambda x: flax.serialization.from_state_dict([x], {"0": np.asarray(x)}),
     "nnx.merge": lambda x: model_of(x)(jnp.ones((2, len(x)))),
     "nnx.jit": lambda x: nnx.jit(lambda model: 2 * model.kernel)(model_of(x)),
-    "nnx.grad": lambda x: nnx.grad(lambda model: model(jnp.ones((2, len(x)))).sum())(model_of(x)),
+
     "copies": lambda x: [copy.copy(x), copy.deepcopy(x)],
 }  # fmt: skip
 
@@ -164,15 +157,7 @@ def test_used_as_an_array(leaf, use):
 def test_used_on_explicit_axes(kind):
     with jax.set_mesh(small.mesh(data=8)):
         leaf = new_leaf(kind)
-        for name in (
-            "jit",
-            "closed over by jit",
-            "grad",
-            "vmap",
-            "scan",
-            "operators",
-            "device_put",
-        ):
+        for name in ("jit", "closed over by jit", "grad", "scan", "operators", "device_put"):
             assert_same(USES[name](leaf), USES[name](jnp.asarray(leaf)))
 
 
@@ -183,13 +168,14 @@ def test_a_plain_array_comes_of_it(leaf):
     padded = leaf.shape == UNEVEN
     assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape if padded else (2, 3))
     assert jnp.asarray(leaf).sharding == leaf.sharding
-    assert (leaf.committed, leaf.is_fully_addressable, leaf.is_fully_replicated) == (
-        True,
-        True,
-        padded,
-    )
+    assert (leaf.committed, leaf.is_fully_addressable) == (True, True)
+    assert leaf.is_fully_replicated == padded
     assert (leaf.devices(), leaf.device) == (set(jax.devices()), leaf.sharding)
     assert f"{leaf}".startswith(f"{type(leaf).__name__}(shape={leaf.shape}, dtype=float32")
+    places = {"in host memory", "in files"}
+    assert leaf.where == next((place for place in places if place in repr(leaf)), "on devices")
+    assert (leaf.codes is None) == (leaf.error is None)
+    assert ("padded to" in repr(leaf)) == (leaf.storage.shape != leaf.shape and leaf.codes is None)
 
 
 @pytest.mark.parametrize("new", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer])
@@ -218,11 +204,3 @@ def test_classes_of_old_say_where_they_went(name):
         getattr(jzero, name)
     with pytest.raises(AttributeError, match=rf"^module 'jzero' has no attribute '{name[:-2]}'$"):
         getattr(jzero, name[:-2])
-
-
-def test_what_it_says_of_itself(leaf):
-    places = {"in host memory", "in files"}
-    where = next((place for place in places if place in repr(leaf)), "on devices")
-    assert leaf.where == where
-    assert (leaf.codes is None) == (leaf.error is None)
-    assert ("padded to" in repr(leaf)) == (leaf.storage.shape != leaf.shape and leaf.codes is None)
