@@ -250,14 +250,9 @@ HEADERS = {
     "too long": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes, not 2 to"),
     "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
     "a list": (file_of([1, 2]), "its header is not a JSON object"),
-    "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
     "no entry": (file_of({"a": {"dtype": "F32"}}), "a.shape is missing"),
-    "dtype": (file_of({"a": tensor([2], dtype="F4")}), "'a' has dtype 'F4', not one of F64, F32"),
     "shape": (file_of({"a": tensor([-2])}), "'a' has shape [-2]"),
-    "size": (file_of({"a": tensor([2], [0, 4])}), "'a' has bytes [0, 4], not [0, 8]"),
-    "outside": (file_of({"a": tensor([2], [-8, 0])}), "'a' has bytes [-8, 0], not [0, 8]"),
     "overlap": (file_of({"a": tensor([2]), "b": tensor([2], [4, 12])}, bytes(12)), "[4, 12], not [8, 16]"),
-    "gap": (file_of({"a": tensor([2]), "b": tensor([2], [12, 20])}, bytes(20)), "[12, 20], not [8, 16]"),
     "cut": (file_of({"a": tensor([2])}, bytes(7)), "its tensors end at byte 77, and it does not"),
     "none": (file_of({}, b""), "there are no tensors in it"),
     "path": (
@@ -274,39 +269,26 @@ HEADERS = {
         "I16, I8, U64, U32, U16, U8, BOOL\n  - 'b' has bytes [8, 16], not [8, 20]\n",
     ),
     "many digits": (with_size("1" + "0" * 4000), "an integer has 4001 digits, more than 640"),
-    "300 digits": (with_size("1" + "0" * 300), "'a' has shape [0, 1000"),
     "no array": (with_size(str(2**62)), "'a' has shape [0, 4611686018427387904]"),
     "overflow": (file_of({"a": tensor([2**62, 2**62, 0])}), "'a' has shape [46"),
     "rank": (file_of({"a": tensor([1] * 33)}), "'a' has shape [1, 1, 1, 1, 1, 1, ...]"),
     "true": (file_of({"a": tensor([2, True])}), "a.shape.1 is True, not an integer"),
-    "true offset": (file_of({"a": tensor([1], [True, 5])}), "a.data_offsets.0 is True, not an integer"),
-    "float": (file_of({"a": tensor([2], [0, 8.0])}), "a.data_offsets.1 is 8.0, not an integer"),
     "minus zero": (
         file_of(json.dumps({"a": tensor([2])}).encode().replace(b"[0,", b"[-0,")),
         "a.data_offsets.0 is -0.0, not an int",
     ),
-    "backwards": (file_of({"a": tensor([2], [8, 0])}), "'a' has bytes [8, 0], not [0, 8]"),
     "offsets": (file_of({"a": tensor([2], [0, 8, 16])}), "'a' has bytes [0, 8, 16], not [0, 8]"),
     "dtype list": (file_of({"a": tensor([2], dtype=["F32"])}), "a.dtype is ['F32'], not a text"),
     "long dtype": (file_of({"a": tensor([2], dtype="F" * 10**6)}), "has dtype 'FFFFFFF"),
     "metadata": (file_of({"__metadata__": {"a": 1}}, b""), "__metadata__.a is 1, not a text"),
-    "metadata list": (file_of({"__metadata__": []}, b""), "__metadata__ is [], not an object"),
     "space": (file_of(b' {"a": 1}'), "its header is not a JSON object"),
-    "nan": (file_of(b'{"a": NaN}'), "its header is not JSON: NaN is no number"),
-    "infinite": (file_of(b'{"a": 1e999}'), "'1e999' is beyond the largest number"),
     "surrogate": (file_of(b'{"\\ud800": 1}'), "its header is not JSON: 'utf-8' codec can't encode"),
-    "utf-16": (file_of('{"a": 1}'.encode("utf-16")), "its header is not JSON: 'utf-8' codec can't decode"),
     "mark": (file_of(b"\xef\xbb\xbf{}"), "its header is not JSON: Unexpected UTF-8 BOM"),
-    "control": (file_of(b'{"a\n": 1}'), "its header is not JSON: Invalid control character"),
     "deep": (file_of(b'{"a":' * 101 + b"1" + b"}" * 101), "its header is 101 values deep, more than 100"),
-    "quotes": (file_of(b'{"' + b'\\"' * 10**6), "its header is not JSON: Unterminated string"),
     "long name": (file_of({"a" * 10**6: tensor([2])}), "has 1000007 bytes, more than 1000"),
     "empty part": (file_of({"a..b": tensor([2])}), "'a..b' has an empty part between its dots"),
-    "empty name": (file_of({"": tensor([2])}), "'' has an empty part between its dots and slashes"),
-    "dot": (file_of({".": tensor([2])}), "'.' has an empty part"),
     "parent": (file_of({"a/../b": tensor([2])}), "'a/../b' has an empty part"),
     "nul": (file_of({"a\0b": tensor([2])}), "'a\\x00b' has characters that cannot be printed"),
-    "line": (file_of({"a\nb": tensor([2])}), "'a\\nb' has characters that cannot be printed"),
 }  # fmt: skip
 
 
@@ -332,7 +314,10 @@ def test_empty_arrays_of_any_size(tmp_path):
 
 
 def test_what_is_no_file(tmp_path):
-    """A directory, a pipe, a device and a loop of links, in the place of each file that an import reads."""
+    """A directory, a pipe, a device and a loop of links, in the place of each file that an import reads.
+
+    Links to files are followed: Hugging Face's cache has them.
+    """
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -358,6 +343,9 @@ def test_what_is_no_file(tmp_path):
         with pytest.raises(jzero.CheckpointError, match=f"{name} cannot be read: {reason}"):
             _import.import_weights(tmp_path / "index.json", tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
+    save_file({"a": np.ones(2)}, tmp_path / "blob")
+    (tmp_path / "link").symlink_to("blob")
+    assert _import.import_weights(tmp_path / "link", tmp_path / "ck") == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -368,16 +356,7 @@ def test_what_may_not_be_read(tmp_path):
         _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck")
 
 
-def test_links_to_files_are_followed(tmp_path):
-    """Hugging Face's cache has them."""
-    save_file({"a": np.ones(2)}, tmp_path / "blob")
-    (tmp_path / "in.safetensors").symlink_to("blob")
-    assert _import.import_weights(tmp_path / "in.safetensors", tmp_path / "ck") == 1
-
-
-@pytest.mark.parametrize(
-    "prefix", ["a//b", "/a", "a/", "..", "a/./b", "a\0b", "a" * 1001, "\ud800"]
-)
+@pytest.mark.parametrize("prefix", ["a//b", "..", "a\0b", "a" * 1001, "\ud800"])
 def test_prefixes(prefix, tmp_path):
     save_file({"a": np.ones(2)}, tmp_path / "in.safetensors")
     with pytest.raises(
@@ -387,12 +366,12 @@ def test_prefixes(prefix, tmp_path):
     assert not (tmp_path / "ck").exists()
 
 
-@pytest.mark.parametrize("name", ["a\0b.safetensors", "a\ud800.safetensors"])
-def test_outputs_that_no_file_can_have(name, tmp_path):
+def test_outputs_that_no_file_can_have(tmp_path):
     save_file({"a": np.ones(2)}, tmp_path / "in.safetensors")
     for write in (_import.import_weights, _export.export_weights):
-        with pytest.raises(jzero.OptionError, match="No file can be called that"):
-            write(tmp_path / "in.safetensors", str(tmp_path / name))
+        for name in ("a\0b.safetensors", "a\ud800.safetensors"):
+            with pytest.raises(jzero.OptionError, match="No file can be called that"):
+                write(tmp_path / "in.safetensors", str(tmp_path / name))
 
 
 JSON = {
@@ -421,13 +400,9 @@ def test_what_is_no_json(name, tmp_path):
         _json.read("test", tmp_path / "a.json")
     assert str(caught.value).startswith(f"test {tmp_path / 'a.json'}: {text}")
     assert "It is a JSON file of ordinary size and depth. It is damaged, " in str(caught.value)
-
-
-def test_too_large_files_are_not_read(tmp_path):
-    with (tmp_path / "a.json").open("wb") as file:
-        file.truncate(10**12)
+    os.truncate(tmp_path / "a.json", 10**12)
     with pytest.raises(
-        jzero.CheckpointError, match="it has 1000000000000 bytes, more than 100000000"
+        jzero.CheckpointError, match="it has 1000000000000 bytes, more than 1000000"
     ):
         _json.read("test", tmp_path / "a.json")
 
@@ -501,11 +476,7 @@ class Files:
     """A checkpoint, an export of it, and what each reader makes of them."""
 
     def __init__(self, directory: pathlib.Path) -> None:
-        self.steps, self.step, self.out = (
-            directory / "steps",
-            directory / "steps" / "1",
-            directory / "out",
-        )
+        self.steps, self.out = directory / "steps", directory / "out"
         self.train_step = jzero.shard_train_step(step_fn, stage=3)
         self.train_step(self.train_step.shard(new_state()), jnp.ones((8, 8)))  # Now it knows roles.
         with jzero.Checkpointer(self.steps, self.train_step) as checkpointer:
@@ -518,7 +489,7 @@ class Files:
         self.num = 0
 
     def restore(self) -> Any:
-        return self._values(jzero.restore(self.step, self.train_step, new_state()))
+        return self._values(jzero.restore(self.steps / "1", self.train_step, new_state()))
 
     def restore_latest(self) -> Any:
         batches = Batches()
@@ -608,31 +579,17 @@ def test_no_error_is_left_unnamed(files):
 # What is no regular file, in the places of the files of a directory of steps and of a checkpoint.
 
 
-def put_pipe(path: pathlib.Path) -> None:
-    os.mkfifo(path)
-
-
-def put_directory(path: pathlib.Path) -> None:
-    path.mkdir()
-
-
-def put_link_to(target: str) -> Callable[[pathlib.Path], None]:
-    return lambda path: path.symlink_to(target)
-
-
-NO_FILES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
-    "pipe": (put_pipe, "a pipe"),
-    "directory": (put_directory, "a directory"),
-    "dangling": (put_link_to("nowhere"), "a link"),
-    "zero": (put_link_to("/dev/zero"), "a link"),
-    "loop": (put_link_to("_JZERO_WRITER"), "a link"),
-}
-
-
-@pytest.mark.parametrize("name", NO_FILES)
-def test_locks_that_are_no_files(name, tmp_path, files):
+@pytest.mark.parametrize(
+    ("put", "text"),
+    [
+        (os.mkfifo, "a pipe"),
+        (pathlib.Path.mkdir, "a directory"),
+        (lambda path: path.symlink_to("nowhere"), "a link"),
+        (lambda path: path.symlink_to("/dev/zero"), "a link"),
+    ],
+)
+def test_locks_that_are_no_files(put, text, tmp_path, files):
     """A save is refused, within a second; nothing is removed."""
-    put, text = NO_FILES[name]
     put(lock := tmp_path / "_JZERO_WRITER")
     with (
         jzero.Checkpointer(tmp_path, files.train_step) as checkpointer,
