@@ -16,17 +16,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 
 import jzero
 import small
 from jzero.offload.memory import _filling
+from test_offload_params import CLIPPED, batch, make_step, new_state
 
-TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
-NUM_STEPS, PAGE, WIDTH = 3, 4096, 16
+NUM_STEPS, PAGE = 3, 4096
 # Of the policies: whether parameters are in files, in place, and gradients.
 WAYS = {
     "moments": (False, False, False),
@@ -46,37 +44,11 @@ def train_step_on(mesh: Any, folder: pathlib.Path, way: str, resume: bool) -> An
     if params:
         window = jzero.NVMe(folder, host_bytes=2**17, device_bytes=2**14, **own)
         options["offload_params"] = window
-    return small.shard_train_step(step_fn, stage=3, mesh=mesh, **options)
+    return small.shard_train_step(make_step(True, CLIPPED), mesh=mesh, **options)
 
 
 def start() -> Any:
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        "up": jax.random.normal(keys[0], (4, WIDTH, 2 * WIDTH)) / 4,
-        "down": jax.random.normal(keys[1], (4, 2 * WIDTH, WIDTH)) / 6,
-        "head": jax.random.normal(keys[2], (WIDTH, WIDTH)) / 4,
-    }
-    return {"params": params, "opt_state": TX.init(params)}
-
-
-def loss_fn(params: Any, x: Any) -> Any:
-    def block(x: Any, w: Any) -> Any:
-        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-    layers = {"up": params["up"], "down": params["down"]}
-    y, _ = jax.lax.scan(jax.checkpoint(block), x, layers)
-    return jnp.mean((y @ params["head"] + x) ** 2)
-
-
-def step_fn(state: Any, x: Any) -> Any:
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
-    updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state}, loss
-
-
-def batch(i: int) -> np.ndarray:
-    return np.random.default_rng(i).standard_normal((8, WIDTH)).astype(np.float32)
+    return new_state(True, 4, CLIPPED)
 
 
 def end_of_process() -> None:
@@ -145,9 +117,8 @@ class Left:
         there = self.moments[moment]
         name = rng.choice(sorted(there))
         start_of_page = rng.randrange(2) * PAGE
-        bit = rng.choice(
-            [None, rng.randrange(8 * PAGE), *(rng.randrange(8 * 420) for _ in range(4))]
-        )
+        some = [rng.randrange(8 * 420) for _ in range(4)]
+        bit = rng.choice([None, rng.randrange(8 * PAGE), *some])
         if rng.random() < 0.1:
             bit = -1  # nothing is damaged
         shutil.rmtree(self.own)
@@ -158,9 +129,8 @@ class Left:
             (self.own / path).write_bytes(data)
         before = content(self.own)
         meet("damaged")
-        what = (
-            f"{self.way}, {moment}, resume={resume}, {given} {step}: {name} {start_of_page} {bit}"
-        )
+        damage = f"{name} {start_of_page} {bit}"
+        what = f"{self.way}, {moment}, resume={resume}, {given} {step}: {damage}"
         train_step = train_step_on(self.mesh, self.files, self.way, resume)
         try:
             state = self.given(train_step, given, step)
@@ -249,9 +219,7 @@ def main() -> None:
         for way in WAYS:
             for num in args.devices:
                 tally = run(folder, way, num, args.cases, args.seed)
-                print(
-                    f"{way}, {num} devices of {jax.process_count()} processes: {tally}", flush=True
-                )
+                print(f"{way}, {num} devices of {jax.process_count()} processes: {tally}")
 
 
 if __name__ == "__main__":

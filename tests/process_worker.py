@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+import timeit
 from typing import Any
 
 import grain
@@ -103,10 +104,10 @@ def training(devices, name, folder):
         mesh = jax.sharding.Mesh(devices, ("data",))
     sharded = jzero.shard_train_step(train_step, mesh=mesh, **grouped(min_shard_bytes=0, **options))
     losses, keys = [], jax.random.split(jax.random.key(1), NUM_STEPS)
-    ways = [
+    ways = (
         (sharded.init(new_state), own_rows),
         (sharded.shard(host_state()), lambda batch, _: batch),
-    ]
+    )
     for state, feed in ways:
         for i in range(NUM_STEPS):
             state, loss = sharded(state, feed(global_batch(i), mesh), keys[i])
@@ -176,9 +177,7 @@ def go_on(folder, num_steps, mesh=None):
 
 def own_values(x):
     """What this process holds of a leaf."""
-    x = getattr(x, "storage", x)
-    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return [np.asarray(shard.data) for shard in x.addressable_shards]
+    return [np.asarray(x.data) for x in of_keys(getattr(x, "storage", x)).addressable_shards]
 
 
 def first_half(folder):
@@ -219,10 +218,8 @@ def data_goes_on(folder, step=2):
         if jax.process_count() > 1:
             filtered = iter(grain.MapDataset.range(50).to_iter_dataset().filter(bool))
             for of_one in (None, filtered):
-                own = of_one if jax.process_index() == 1 else batches
-                failures.append(
-                    told(lambda own=own: checkpointer.restore(shapes, data_iterator=own))
-                )
+                own = of_one if is_odd_one() else batches
+                failures.append(told(checkpointer.restore, shapes, data_iterator=own))
             failures.append(batches.get_state())
         if checkpointer.latest_step() is None:
             state = sharded.init(new_state)
@@ -263,27 +260,24 @@ def prime_shards(folder):
 def one_cannot_write(folder):
     """What each process is told when one of them cannot write its part, and whether all save it then."""
     sharded = jzero.shard_train_step(train_step)
-    state, told = sharded.init(new_state), []
+    state = sharded.init(new_state)
     with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
-        for step in (1, 2):
-            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if step == 2 and jax.process_index() == 1:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-            try:
-                checkpointer.save(step, state)
-                checkpointer.wait()
-            except jzero.CheckpointError as error:
-                told.append(str(error))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if is_odd_one():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        _, *texts = told(lambda: (checkpointer.save(2, state), checkpointer.wait()))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         saved = checkpointer.save(2, state)
         checkpointer.wait()
-        return told, saved, checkpointer.steps()
+        return texts, saved, checkpointer.steps()
 
 
 class Broken(Place):
     def get_state(self):
-        if jax.process_index() == 1:
+        if is_odd_one():
             raise RuntimeError("the loader of process 1 is broken")
         return self.state
 
@@ -308,10 +302,7 @@ def unlike_checkpoints(folder):
         for step in (1, 2):
             checkpointer.save(step, state)
         for name, act in acts.items():
-            try:
-                found[name] = told(act)
-            except RuntimeError as error:
-                found[name] = ["RuntimeError", str(error)]
+            found[name] = told(act)
         checkpointer.save(3, state, Place(3, here))
         checkpointer.restore(shapes, data_iterator=Place())
         return found, checkpointer.steps()
@@ -357,12 +348,8 @@ def in_a_bucket(folder):
         for step in range(3):
             checkpointer.save(step, state, Place(step))
         restored = checkpointer.restore(jax.eval_shape(prime_state), data_iterator=Place())
-        leaves = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
-        same = all(
-            np.array_equal(a, b)
-            for pair in leaves
-            for a, b in zip(*map(own_values, pair), strict=True)
-        )
+        pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+        same = all(np.array_equal(*map(own_values, pair)) for pair in pairs)
         return checkpointer.steps(), same and not list(own.glob("*/*"))
 
 
@@ -374,22 +361,15 @@ def on_hosts(folder):
     """A state in the memory of both processes: made, placed, moved, saved and restored; and refused."""
     axes = {"param_axes": "local", "optimizer_axes": "local"}
     devices = np.reshape(jax.devices(), (jax.process_count(), -1))
-    flat, nodes = (
-        jax.sharding.Mesh(devices.ravel(), ("data",)),
-        jax.sharding.Mesh(devices, ("node", "local")),
-    )
+    flat = jax.sharding.Mesh(devices.ravel(), ("data",))
+    nodes = jax.sharding.Mesh(devices, ("node", "local"))
     whole = jax.tree.map(lambda x: np.asarray(x) if np.ndim(x) else x, uneven_state())
-    host, plain = (
-        sharded(train_step, mesh=flat, offload=jzero.HostCPU()),
-        sharded(train_step, mesh=flat),
-    )
-    each = sharded(
-        train_step, mesh=nodes, offload=jzero.HostCPU(), **axes
-    )  # All of it on each host.
-    steps = {"host": host, "plain": plain, "each": each}
-    given = {name: step.shard(whole) for name, step in steps.items()} | {
-        "init": host.init(uneven_state)
-    }
+    host = sharded(train_step, mesh=flat, offload=jzero.HostCPU())
+    # All of it on each host.
+    each = sharded(train_step, mesh=nodes, offload=jzero.HostCPU(), **axes)
+    steps = {"host": host, "plain": sharded(train_step, mesh=flat), "each": each}
+    given = {name: step.shard(whole) for name, step in steps.items()}
+    given["init"] = host.init(uneven_state)
     for state in given.values():
         check_parts(state, whole)
         for use in (jnp.sum, jax.jit(jnp.sum), jax.jit(jax.grad(lambda x: (x**2).sum()))):
@@ -414,53 +394,46 @@ def on_hosts(folder):
         "devices": [device.id for device in leaf.storage.placement.devices],
         "rows": [buffer.shape[0] for buffer in leaf.storage.buffers],
         "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.storage.buffers],
-        "read": told(lambda: np.asarray(leaf)),
-        "too_little": told(
-            lambda: without_memory(folder, is_odd_one(), lambda: host.init(uneven_state))
-        ),
-        "all_too_little": told(lambda: without_memory(folder, True, lambda: host.shard(whole))),
-        "enough": told(lambda: host.shard(whole)),
+        "read": told(np.asarray, leaf),
+        "too_little": told(without_memory, folder, is_odd_one(), host.init, uneven_state),
+        "all_too_little": told(without_memory, folder, True, host.shard, whole),
+        "enough": told(host.shard, whole),
     }
+
+
+def of_keys(x):
+    """The data of keys, and other leaves as they are."""
+    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
 
 
 def check_whole(state, whole):
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))
-        np.testing.assert_allclose(x.addressable_data(0), y, rtol=1e-6)
-
-
-def is_key(x):
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        np.testing.assert_allclose(of_keys(x).addressable_data(0), of_keys(y), rtol=1e-6)
 
 
 def check_parts(state, whole):
     """What this process has of each leaf, padded, is what the leaf has there."""
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        if getattr(x, "where", "") == "in host memory":
-            x = x.storage
-            found = x.sharding.addressable_devices_indices_map(x.shape)
-            parts = [
-                (found[d], buffer) for d, buffer in zip(x.placement.devices, x.buffers, strict=True)
-            ]
-            shape = x.shape
+        x, y = of_keys(getattr(x, "storage", x)), np.asarray(of_keys(y))
+        if isinstance(x, jax.Array):
+            parts = [(shard.index, shard.data) for shard in x.addressable_shards]
         else:
-            x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))
-            x = getattr(x, "storage", x)
-            parts, shape = [(s.index, s.data) for s in x.addressable_shards], x.shape
-        y = np.asarray(y)
-        widths = [(0, new - old) for old, new in zip(y.shape, shape, strict=True)]
+            found = x.sharding.addressable_devices_indices_map(x.shape)
+            parts = [(found[d], x) for d, x in zip(x.placement.devices, x.buffers, strict=True)]
+        widths = [(0, new - old) for old, new in zip(y.shape, x.shape, strict=True)]
         y = np.pad(y, widths) if widths else y
         for index, part in parts:  # Initialisers that were compiled round otherwise.
             np.testing.assert_allclose(part, y[index], rtol=1e-6)
 
 
-def without_memory(folder, here, act):
+def without_memory(folder, here, act, *args):
     before, root = _available.ROOT, folder / f"root of {jax.process_index()}"
     (root / "proc").mkdir(parents=True, exist_ok=True)
     (root / "proc" / "meminfo").write_text("MemAvailable: 1 kB")
     _available.ROOT = root if here else before
     try:
-        return act()
+        return act(*args)
     finally:
         _available.ROOT = before
 
@@ -482,29 +455,14 @@ def is_odd_one():
     return jax.process_index() == 1
 
 
-def stage():
-    sharded(stage=1 if is_odd_one() else 3)(W, X)
-
-
-def option():
-    sharded(gather="keep" if is_odd_one() else None)(W, X)
-
-
-def batch_shape():
-    sharded()(W, X[: 6 if is_odd_one() else 12])
-
-
-def batch_that_one_cannot_read():
-    sharded()(W, "x" if is_odd_one() else X)
+def differs(here, elsewhere):
+    """One thing on process 1, and another on all others."""
+    return here if is_odd_one() else elsewhere
 
 
 def state_structure():
-    state = {"w": W, "ema": W} if is_odd_one() else {"w": W}
+    state = {"w": W, **differs({"ema": W}, {})}
     sharded(lambda state, x: {**state, "w": sgd(state["w"], x)})(state, X)
-
-
-def hyperparameter():
-    sharded(functools.partial(sgd, rate=0.2 if is_odd_one() else 0.1))(W, X)
 
 
 def constant():
@@ -512,17 +470,12 @@ def constant():
     sharded(lambda w, x: sgd(w, x, noise=noise))(W, X)
 
 
+def on_devices(devices):
+    return sharded(mesh=jax.sharding.Mesh(devices, ("data",)))
+
+
 def order_of_devices():
-    devices = sorted(jax.devices(), key=lambda device: device.id, reverse=is_odd_one())
-    sharded(mesh=jax.sharding.Mesh(devices, ("data",)))(W, X)
-
-
-def initial_shape():
-    sharded().init(lambda: jnp.ones((24 if is_odd_one() else 12, 12)))
-
-
-def values_of_a_state():
-    sharded().shard({"w": W + is_odd_one()})
+    on_devices(sorted(jax.devices(), key=lambda d: d.id, reverse=is_odd_one()))(W, X)
 
 
 def another_call():
@@ -532,31 +485,30 @@ def another_call():
         sharded().init(lambda: jnp.ones((12, 12)))
 
 
-def values_of_a_batch():
-    sharded()(W, X + jax.process_index())
+CASES = {
+    "stage": lambda: sharded(stage=differs(1, 3))(W, X),
+    "option": lambda: sharded(gather=differs("keep", None))(W, X),
+    "batch_shape": lambda: sharded()(W, X[: differs(6, 12)]),
+    "batch_that_one_cannot_read": lambda: sharded()(W, differs("x", X)),
+    "state_structure": state_structure,
+    "hyperparameter": lambda: sharded(functools.partial(sgd, rate=differs(0.2, 0.1)))(W, X),
+    "constant": constant,
+    "order_of_devices": order_of_devices,
+    "initial_shape": lambda: sharded().init(lambda: jnp.ones((differs(24, 12), 12))),
+    "values_of_a_state": lambda: sharded().shard({"w": W + is_odd_one()}),
+    "another_call": another_call,
+    "values_of_a_batch": lambda: sharded()(W, X + jax.process_index()),
+    "batch_on_one_process": lambda: sharded()(W, jax.device_put(X, jax.local_devices()[0])),
+    # The others need not come.
+    "own_mesh": lambda: is_odd_one() and on_devices(jax.local_devices())(W, X),
+}
 
 
-def batch_on_one_process():
-    sharded()(W, jax.device_put(X, jax.local_devices()[0]))
-
-
-def own_mesh():
-    if is_odd_one():  # The others need not come.
-        sharded(mesh=jax.sharding.Mesh(jax.local_devices(), ("data",)))(W, X)
-
-
-CASES = [
-    stage, option, batch_shape, batch_that_one_cannot_read, state_structure, hyperparameter, constant,
-    order_of_devices, initial_shape, values_of_a_state, another_call, values_of_a_batch,
-    batch_on_one_process, own_mesh,
-]  # fmt: skip
-
-
-def told(case):
-    """What a process that does `case` is told: nothing, or the error."""
+def told(case, *args, **kwargs):
+    """What who calls it is told: nothing, or the error."""
     try:
-        case()
-    except jzero.JzeroError as error:
+        case(*args, **kwargs)
+    except (jzero.JzeroError, RuntimeError) as error:
         return [type(error).__name__, str(error)]
     return []
 
@@ -573,7 +525,7 @@ def absence(folder):
 
 
 def disagree(folder):
-    found = {case.__name__: told(case) for case in CASES}
+    found = {name: told(case) for name, case in CASES.items()}
     found["absence"] = absence(folder)
     # Whoever has met so often still meets.
     total = np.asarray(sharded(stage=0)(W, X)).sum()
@@ -603,13 +555,31 @@ def with_rows(w, x):
     return sgd(w, x) + jnp.sort(x.sum(axis=1))[0]
 
 
-def differing(folder, odd_batch, step_fn=with_rows):
-    """After some steps in two shapes, the odd process passes `odd_batch`; all go on until they are ended."""
+def slowly(step_fn):
+    """After some steps in two shapes, long enough to meet before each change."""
     train_step, state, shapes = sharded(step_fn), W, [rows(4), rows(8)]
-    for i in range(24):  # Long enough to meet before the next change.
+    for i in range(24):
         state = jax.block_until_ready(train_step(state, shapes[i > 1]))
         time.sleep(0.05)
+    return train_step, state, shapes
+
+
+def unseen():
+    """Steps too short to meet before each change, and collectives that do not mind."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(201):
+        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
+    return train_step, state, differs(*shapes)
+
+
+def note_difference(folder):
     (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
+
+
+def differing(folder, odd_batch):
+    """The odd process passes `odd_batch`; all go on until they are ended."""
+    train_step, state, shapes = slowly(with_rows)
+    note_difference(folder)
     if is_odd_one() and odd_batch == "unreadable":
         assert told(lambda: train_step(state, "x"))[0] == "BatchError"
         time.sleep(3600)
@@ -621,8 +591,8 @@ def differing(folder, odd_batch, step_fn=with_rows):
 def differ_fewer(folder):
     """One process has a batch less than the others."""
     train_step, state = sharded(), W
-    for _ in range(2 if is_odd_one() else 3):
-        (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
+    for _ in range(differs(2, 3)):
+        note_difference(folder)
         state = jax.block_until_ready(train_step(state, rows(4)))
 
 
@@ -639,49 +609,37 @@ def differ_unreadable(folder):
 
 
 def differ_unseen(folder):
-    """Steps too short to meet before each change, and collectives that do not mind; then a checkpoint."""
-    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
-    for i in range(201):
-        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
+    """Then a checkpoint."""
+    train_step, state, batch = unseen()
     # On a busy machine a step takes so long that the processes compare their calls meanwhile.
-    told(lambda: jax.block_until_ready(train_step(state, shapes[0 if is_odd_one() else 1])))
+    told(lambda: jax.block_until_ready(train_step(state, batch)))
     began = time.monotonic()
-    saved = told(lambda: _agreement.confirm("Checkpointer.save"))
+    saved = told(_agreement.confirm, "Checkpointer.save")
     seconds = time.monotonic() - began
-    return {"saved": saved, "again": told(lambda: train_step(W, X)), "seconds": seconds}
+    return {"saved": saved, "again": told(train_step, W, X), "seconds": seconds}
 
 
 def differ_at_the_end(folder):
-    """The same, and then nothing more."""
-    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
-    for i in range(201):
-        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
-    (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
-    jax.block_until_ready(train_step(state, shapes[0 if is_odd_one() else 1]))
+    """Then nothing more."""
+    train_step, state, batch = unseen()
+    note_difference(folder)
+    jax.block_until_ready(train_step(state, batch))
 
 
 def differ_and_unshard(folder):
-    """The same, and then the state is looked at."""
-    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
-    for i in range(201):
-        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
-    state = train_step(state, shapes[0 if is_odd_one() else 1])
-    return told(lambda: train_step.unshard(state))
+    """Then the state is looked at."""
+    train_step, state, batch = unseen()
+    return told(train_step.unshard, train_step(state, batch))
 
 
 def differ_slowly_and_unshard(folder):
-    """The same of steps that meet before each change: one process waits for the others when they look."""
-    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
-    for i in range(24):
-        state = jax.block_until_ready(train_step(state, shapes[i > 1]))
-        time.sleep(0.05)
-    return told(
-        lambda: train_step.unshard(train_step(state, shapes[0] if is_odd_one() else shapes[1]))
-    )
+    """One process waits for the others when they look."""
+    train_step, state, shapes = slowly(sgd)
+    return told(lambda: train_step.unshard(train_step(state, differs(*shapes))))
 
 
 def costs(folder):
-    """Microseconds of what every call does, of a change, and of a meeting."""
+    """Microseconds of what every call does, and of a change."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     before = _agreement.agree("costs", mesh, lambda: {"program": ["the same"]})
     peers = _agreement._peers_of(mesh)
@@ -694,21 +652,8 @@ def costs(folder):
         _agreement.goes_on(mesh, before.name)
 
     acts = {"same": same, "change": lambda: _agreement.goes_on(mesh, next(names))}
-    found = {name: microseconds(act, 5000) for name, act in acts.items()}
-    found["meeting"] = microseconds(lambda: _agreement.agree_again("costs", mesh, before), 100)
-    found["confirm"] = microseconds(lambda: _agreement.confirm("costs"), 100)
-    return found
-
-
-def microseconds(act, num):
-    """The least of several means: of what it costs, not of what else the machine does."""
-    means = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(num // 5):
-            act()
-        means.append((time.perf_counter() - start) / (num // 5) * 1e6)
-    return min(means)
+    # The least of several means: of what it costs, not of what else the machine does.
+    return {name: 1e3 * min(timeit.repeat(act, number=1000)) for name, act in acts.items()}
 
 
 # -- one start for several -----------------------------------------------------------------------
@@ -733,8 +678,7 @@ def one_after_the_other(folder):
 def step_forever(folder):
     """Steps until a signal or an error; says when the first steps are done."""
     train_step, state = sharded(), W
-    split = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), jax.P("data"))
-    batch = jax.make_array_from_process_local_data(split, X)
+    batch = rows(12)
     for i in range(1_000_000):
         state = jax.block_until_ready(train_step(state, batch))
         if i == 10:

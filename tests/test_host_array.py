@@ -81,6 +81,12 @@ def host_leaves(state: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(state) if getattr(x, "where", "") == "in host memory"]
 
 
+def overwrite(state: Any) -> None:
+    for leaf in host_leaves(state):
+        for buffer in leaf.storage.buffers:
+            buffer[...] = 1
+
+
 def renewed(leaf: jzero.LeafArray, pending: Any) -> jzero.LeafArray:
     return jzero.LeafArray(leaf.storage.renewed(pending, 1), leaf.shape)
 
@@ -116,6 +122,11 @@ def test_born_on_the_host(name, expected):
             np.testing.assert_array_equal(buffer, whole[where[device]])  # the padding is zero
             starts.add(buffer.ctypes.data)
     assert len(starts) == sum(len(leaf.storage.buffers) for leaf in host_leaves(state))
+    whole = train_step.unshard(state)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(whole)} == {"device"}
+    overwrite(state)
+    assert_same(whole, expected)
 
 
 @pytest.mark.slow
@@ -153,12 +164,9 @@ def test_placed_from_anywhere(source, name, expected):
         leaf.storage.placement for leaf in born
     ]
     assert_same(placed, expected)
-    if source == f"host on {name}":
-        return  # the same leaves
-    for leaf in host_leaves(placed):
-        for buffer in leaf.storage.buffers:
-            buffer[...] = 1
-    assert_same(given, expected)  # No buffer is the user's.
+    if source != f"host on {name}":  # Else they are the same leaves.
+        overwrite(placed)
+        assert_same(given, expected)  # No buffer is the user's.
 
 
 @pytest.mark.slow
@@ -183,23 +191,8 @@ def test_moved_to_the_devices(source, name, offload, expected):
         x, y = (getattr(leaf, "storage", leaf) for leaf in (x, y))
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)  # of the same memory, too
         np.testing.assert_array_equal(plain(x), plain(y))
-    for leaf in host_leaves(given):
-        for buffer in leaf.storage.buffers:
-            buffer[...] = 1
+    overwrite(given)
     assert_same(moved, expected)  # No JAX array is made of the buffers.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_unsharded(name, expected):
-    train_step = on(name)
-    state = train_step.init(new_state)
-    whole = train_step.unshard(state)
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole))
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(whole)} == {"device"}
-    for leaf in host_leaves(state):
-        leaf.storage.buffers[0][...] = 1
-    assert_same(whole, expected)
 
 
 @pytest.mark.slow
@@ -216,29 +209,16 @@ def test_reads_as_its_true_shape():
     state = on("8").init(new_state)
     leaf = state["params"]["odd"]
     value = np.asarray(leaf)
-    assert (
-        repr(leaf) == "LeafArray(shape=(53, 14), dtype=float32, in host memory, padded to (56, 14))"
-    )
-    assert (
-        repr(state["params"]["even"]) == "LeafArray(shape=(16, 64), dtype=float32, in host memory)"
-    )
+    said = "LeafArray(shape=(53, 14), dtype=float32, in host memory, padded to (56, 14))"
+    assert repr(leaf) == said
     assert (leaf.shape, leaf.storage.shape, leaf.ndim, leaf.size) == ((53, 14), (56, 14), 2, 742)
     assert (leaf.dtype, leaf.nbytes, leaf.storage.pending) == (np.float32, 2968, None)
     assert leaf.storage.sharding.spec == P("node")
     assert leaf.sharding.spec == P()  # of its true shape
-    assert leaf.is_fully_addressable
-    assert jnp.zeros_like(leaf).shape == (53, 14)
-    assert (len(leaf), len(list(leaf))) == (53, 53)
-    assert (leaf == value).all()
     with pytest.raises(ValueError, match="truth value"):
         bool(leaf)
     assert jax.block_until_ready(state)["params"]["odd"] is leaf
-    np.testing.assert_array_equal(jax.device_get(leaf), value)
-    np.testing.assert_array_equal(jnp.asarray(leaf), value)
-    np.testing.assert_array_equal(leaf[-1], value[-1])
-    assert np.array(leaf, np.float64).dtype == np.float64
-    for again in (pickle.loads(pickle.dumps(leaf)), copy.copy(leaf), copy.deepcopy(leaf)):
-        np.testing.assert_array_equal(again, value)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(leaf)), value)
     leaf.storage.buffers[0][...] = 0  # as the next step may
     np.testing.assert_array_equal(value, on("8").init(new_state)["params"]["odd"])
 
@@ -269,8 +249,6 @@ def test_taken_by_a_step():
     for use in (train_step.shard, train_step.unshard, on("8", NONE).shard):
         with pytest.raises(jzero.StateError, match=r"already donated: .*\.mu\['bf16'\]"):
             use(state)
-    taken["params"]["odd"].delete()
-    assert taken["params"]["odd"].is_deleted()
 
 
 def test_a_delayed_update_comes_first():

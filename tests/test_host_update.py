@@ -1,9 +1,7 @@
 """HostUpdate: in place, in one pass, for leaves of any size and number; and what it refuses."""
 
-import gc
 import os
 import tracemalloc
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -234,22 +232,6 @@ def test_inputs_of_any_kind():
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.slow
-def test_keys_among_the_inputs():
-    """No kernel reads them, and NumPy has none: XLA does, on the CPU."""
-
-    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
-        noise = jax.random.normal(inputs[0], (4, 8))
-        return (state[0] + noise.sum(), state[1] * 2), (noise,)
-
-    state, key = [host(4, 8), host(8)], jax.random.key(7)
-    expected = reference(update, state, [key])
-    engine = HostUpdate(update, state, [key])
-    outputs = engine.make_outputs()
-    call(engine, state, [key], outputs)
-    assert max(ulps(*pair) for pair in zip([*state, *outputs], expected, strict=True)) <= 2
-
-
 def three_leaves() -> tuple[Any, list[np.ndarray], list[jax.Array]]:
     """An update of a master, its moment and a factor of XLA's, with copies of the first and the last."""
 
@@ -294,23 +276,6 @@ def many_leaves(portion_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], 
     portion_bytes = portion_leaves * nbytes
     engine = HostUpdate(without_first, state, grads, threads=2, portion_bytes=portion_bytes)
     return engine, state, grads
-
-
-@pytest.mark.slow
-def test_portions_say_which_outputs_are_there():
-    engine, state, grads = many_leaves()
-    whole, expected, _ = many_leaves(portion_leaves=12)
-    copies = whole.make_outputs()
-    call(whole, expected, grads, copies)
-    outputs, seen = engine.make_outputs(), []
-    engine.prepare([state], [grads])
-    for done in engine.run([outputs]):
-        seen.append(done)
-        for i in done:
-            np.testing.assert_array_equal(outputs[i], copies[i])
-    assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
-    for got, want in zip(state, expected, strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -380,17 +345,6 @@ def test_what_fails_has_changed_nothing():
     list(engine.run([engine.make_outputs() for _ in range(2)]))
     assert states[1][1] == 3
     assert not np.array_equal(states[1][0], before[1][0])
-
-
-@pytest.mark.slow
-def test_no_state_is_kept_alive():
-    update, state = adamw([host(100)])
-    engine, grads = HostUpdate(update, state, bfloat16([(100,)])), bfloat16([(100,)])
-    call(engine, state, grads, engine.make_outputs())
-    leaf = weakref.ref(state[0])
-    del state[:]
-    gc.collect()
-    assert leaf() is None
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
 """Evaluations whose parameters rest in pinned memory: the outputs of one device, layer by layer."""
 
 import collections
-import dataclasses
 import functools
 import re
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jzero
@@ -189,7 +186,7 @@ def nested_in(eval_step, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2, 4, 8])
+@pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize(
     ("asked", "layers"),
     [*((asked, "scanned") for asked in ASKED), ("forward", "unrolled"), ("greedy", "unrolled"),
@@ -238,33 +235,6 @@ def test_a_loop_that_takes_slices_of_a_leaf_and_closes_over_others():
         assert len(nested_in(eval_step, placed, prompt)) == 1
 
 
-@pytest.mark.slow
-def test_a_loop_that_begins_with_a_parameter():
-    """What it carries is none: it is a value of its own."""
-
-    def adapted(params, x):
-        def iteration(carry, _):
-            fast, x = carry
-            for w in params["slow"]:
-                x = jnp.tanh(x @ w)
-            return (fast * 0.9 + (x.T @ x) / len(x), jnp.tanh(x @ fast)), x.sum()
-
-        return lax.scan(iteration, (params["fast"], x), None, length=3)
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    fast, *slow = (jax.random.normal(key, (DIM, DIM)) / 4 for key in keys)
-    params, x = {"fast": fast, "slow": slow}, np.random.default_rng(0).normal(size=(16, DIM))
-    for num in (1, 4):
-        eval_step, placed, _ = smallest(adapted, params, num, x)
-        same(eval_step(placed, x), one_device(adapted)(params, x))
-        (loop,) = nested_in(eval_step, placed, x)
-        report = eval_step.describe(placed, x)
-        in_iterations = {x.loop and x.loop.num: 0 for x in report.transfers}
-        for each in report.transfers:
-            in_iterations[each.loop and each.loop.num] += each.nbytes * num
-        assert in_iterations == {None: nbytes_of(fast), 3: 3 * nbytes_of(slow)}
-
-
 def test_a_loop_that_hands_on_a_parameter():
     """And swaps what it carries, has one value twice, and stops at once in a `while`."""
 
@@ -309,102 +279,30 @@ def test_padded_and_quantized_leaves():
         same(eval_step(placed, *args), one_device(decoded)(params, *args))
 
 
-class Linen(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        for _ in range(3):
-            x = flax.linen.gelu(flax.linen.Dense(DIM, param_dtype=jnp.float64)(x))
-        return x
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Module:
-    """As Equinox has them."""
-
-    layers: list
-    name: str = dataclasses.field(default="", metadata={"static": True})
-
-    def __call__(self, x):
-        for w in self.layers:
-            x = jnp.tanh(x @ w)
-        return x
-
-
-def of_linen():
-    model = Linen()
-    return model.init(jax.random.key(0), jnp.ones((1, DIM))), model.apply
-
-
-def of_nnx():
-    layers = [nnx.Linear(DIM, DIM, rngs=nnx.Rngs(i), param_dtype=jnp.float64) for i in range(3)]
-    graph, state = nnx.split(nnx.List(layers))
-
-    def apply(state, x):
-        for layer in nnx.merge(graph, state):
-            x = nnx.gelu(layer(x))
-        return x
-
-    return state, apply
-
-
-def of_modules():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return Module([jax.random.normal(k, (DIM, DIM)) / 4 for k in keys]), lambda model, x: model(x)
-
-
-@pytest.mark.parametrize("make", [of_linen, of_nnx, of_modules])
-def test_models_of_other_libraries(make):
-    params, apply = make()
-
-    def repeated(params, x):
-        return lax.scan(lambda x, _: (apply(params, x), None), x, None, length=4)[0]
-
-    x = np.random.default_rng(0).normal(size=(16, DIM))
-    expected = jax.jit(repeated)(params, x)
-    for num in (1, 4):
-        eval_step, placed, device_bytes = smallest(repeated, params, num, x)
-        same(eval_step(placed, x), expected)
-        assert device_bytes < 3 * DIM * DIM * ITEM
-        assert nested_in(eval_step, placed, x)
-
-
 # -- with the state of a train step ----------------------------------------------------------------
 
 
-def trained(num=4, **options):
-    policy = jzero.PinnedHost(device_bytes=2**15)
+@pytest.mark.slow
+def test_the_state_of_a_train_step_is_read_where_it_rests():
     train_step = shard_train_step(
         gpt.step_fn,
-        mesh=small.auto_mesh(data=num),
-        **{"offload_params": policy} | options,
+        mesh=small.auto_mesh(data=4),
+        offload=jzero.HostCPU(),
+        offload_params=jzero.PinnedHost(device_bytes=2**15),
     )
     params = new_params()
     state, _ = train_step((params, gpt.TX.init(params)), tokens_of(16))
-    return train_step, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
-def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
-    train_step, state = trained(offload=offload)
     args = tokens_of(16, GIVEN), jax.random.key(0)
     expected = one_device(greedy)(zoo.to_host(state[0]), *args)
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state[0])]
     assert set(kinds) == {"pinned_host"}
     by_default = jzero.shard_eval_step(greedy, like=train_step)
     assert by_default.plan(state[0], *args).device_bytes == 2**15
-    wider = jzero.shard_eval_step(
-        greedy, like=train_step, memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=2**20))
-    )
-    copied = jzero.shard_eval_step(
-        greedy, like=train_step, memory=jzero.Memory(params=jzero.NoOffload())
-    )
+    memory = jzero.Memory(params=jzero.PinnedHost(device_bytes=2**20))
+    wider = jzero.shard_eval_step(greedy, like=train_step, memory=memory)
     for eval_step, nested in ((by_default, 1), (wider, 0)):
         same(eval_step(state[0], *args), expected)
         assert len(nested_in(eval_step, state[0], *args)) == nested
-    same(copied(state[0], *args), expected)
-    assert copied.describe(state[0], *args).transfers == ()
     # What reads no parameter that rests there is one program; what reads moments has them copied.
     moments = jzero.shard_eval_step(lambda state: optax.tree.norm(state[1][0].nu), like=train_step)
     same(moments(state), optax.tree.norm(zoo.to_host(state[1][0].nu)))
@@ -473,16 +371,6 @@ def at_rest(x):
     return x.storage if isinstance(x, jzero.LeafArray) else x
 
 
-@pytest.mark.slow
-def test_what_fits_is_fetched_once():
-    """A loop whose parameters have room on the device holds them."""
-    params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
-    eval_step, placed = asked_of(greedy, params, 1, nbytes_of(params))
-    assert not nested_in(eval_step, placed, *args)
-    assert sum(x.nbytes for x in eval_step.describe(placed, *args).transfers) == nbytes_of(params)
-    same(eval_step(placed, *args), one_device(greedy)(params, *args))
-
-
 def watched(monkeypatch, call, look):
     """Calls, and looks after each visit."""
     original = _stream.stream
@@ -535,82 +423,6 @@ def test_depth_costs_its_cache_only(layers, monkeypatch):
     assert 8 * cache <= many - few <= 8 * cache + weights // 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fn", [greedy, stopped])
-@pytest.mark.parametrize("layers", ["scanned", "unrolled"])
-def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
-    """Each iteration writes its keys and values into the memory of the one before, and no part copies it."""
-    params = unrolled(new_params()) if layers == "unrolled" else new_params()
-    args = tokens_of(16, GIVEN), jax.random.key(0)
-    eval_step, placed, _ = smallest(fn, params, 1, *args)
-    eval_step(placed, *args)
-    least = 3 * 16 * CONTEXT * DIM * ITEM
-    others = {
-        id(x): x for x in on_devices(least)
-    }  # of tests that failed before, in their tracebacks
-    found: set[int] = set()
-    num = []
-
-    def look():
-        caches = [x for x in on_devices(least) if id(x) not in others]
-        num.append(len(caches))
-        found.update(x.unsafe_buffer_pointer() for x in caches)
-
-    watched(monkeypatch, lambda: eval_step(placed, *args), look)
-    assert max(num) == 2
-    assert len(found) == 2
-
-
-@pytest.mark.slow
-def test_the_next_iteration_is_fetched_while_this_one_ends(monkeypatch):
-    """In a `scan`; in a `while` when the host has read that there is one."""
-    params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
-
-    def order(fn):
-        _, placed, window = smallest(fn, params, 1, *args)
-        eval_step, _ = asked_of(fn, params, 1, 2 * window)
-        eval_step(placed, *args)
-        events, original = [], _stream.stream
-
-        def stream(visits, *limits):
-            def noted(number, visit):
-                def fetch():
-                    events.append(("fetch", number))
-                    return visit.fetch()
-
-                def update(arrays):
-                    events.append(("run", number))
-                    return visit.update(arrays)
-
-                if visit is None or not visit.nbytes:
-                    return visit
-                return visit._replace(fetch=fetch, update=update)
-
-            original((noted(*each) for each in enumerate(visits)), *limits)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(_stream, "stream", stream)
-            eval_step(placed, *args)
-        return events
-
-    def late(events):
-        """Runs that nothing was fetched behind."""
-        pairs = zip(events, events[1:], strict=False)
-        return sum(one[0] == "run" and two == ("fetch", two[1]) for one, two in pairs), len(events)
-
-    events = order(greedy)
-    runs = [i for i, (what, _) in enumerate(events) if what == "run"]
-    for at in runs[:-1]:
-        fetched = {number for what, number in events[:at] if what == "fetch"}
-        assert len(fetched) == len([i for i in runs if i < at]) + 2
-    events = order(stopped)
-    alone = [
-        at for at, (what, _) in enumerate(events)
-        if what == "run" and events[at - 1][0] == "run"
-    ]  # fmt: skip
-    assert len(alone) >= 1
-
-
 # -- refused ---------------------------------------------------------------------------------------
 
 
@@ -630,18 +442,6 @@ def test_options_that_cannot_be_obeyed(options, told):
         jzero.shard_eval_step(greedy, **grouped(**given))
 
 
-@pytest.mark.parametrize("use", ["lowered", "called under an outer jax.jit"])
-def test_it_is_no_one_program(use):
-    params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
-    eval_step, placed = asked_of(greedy, params, 4, 2**20)
-    ask = eval_step.lower if use == "lowered" else jax.jit(eval_step)
-    with pytest.raises(
-        jzero.OptionError,
-        match=f"and the step is {use}(, or differentiated)?. An offloaded step is a loop",
-    ):
-        ask(placed, *args)
-
-
 def test_a_window_that_is_too_small():
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
     eval_step, placed = asked_of(greedy, params, 1, 1000)
@@ -653,13 +453,11 @@ def test_beside_an_axis_over_which_xla_shards():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
     policy = jzero.PinnedHost(device_bytes=2**20)
-    eval_step = jzero.shard_eval_step(
-        forward, mesh=mesh, axes="data", memory=jzero.Memory(params=policy)
-    )
+    memory = jzero.Memory(params=policy)
+    eval_step = jzero.shard_eval_step(forward, mesh=mesh, axes="data", memory=memory)
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
     found = eval_step(eval_step.shard(params, *args), *args)
-    for x, y in zip(*map(jax.tree.leaves, (found, jax.jit(forward)(params, *args))), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+    same(found, one_device(forward)(params, *args))
 
 
 @pytest.mark.slow
@@ -683,9 +481,7 @@ def test_a_batch_that_comes_whole_to_each_device(mapped):
         return eval_step, eval_step.shard(params)
 
     eval_step, placed = asked(64)
-    with pytest.raises(
-        jzero.OptionError, match="bytes. What one part of the step reads"
-    ) as refused:
+    with pytest.raises(jzero.OptionError, match="What one part of the step reads") as refused:
         eval_step(placed, x)
     (number,) = re.findall(r"Use PinnedHost\(device_bytes=(\d+)\)", str(refused.value))
     least = int(number)

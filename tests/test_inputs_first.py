@@ -1,7 +1,6 @@
 """A large matrix is gone before its gradient is made: its product with the cotangent comes first."""
 
 import functools
-from collections import Counter
 from typing import Any
 
 import jax
@@ -172,59 +171,27 @@ def test_a_gradient_does_not_wait_for_another_pass():
     assert made == [2 * VOCAB, WIDTH * VOCAB, 2 * VOCAB]
 
 
-@pytest.mark.slow
-def test_no_collective_more_or_less():
-    state, num = jax.eval_shape(make_state), []
-    for limit in (1, HEAD):
-        train_step = small.shard_train_step(
-            step, mesh=AbstractMesh((8,), ("data",)), comm=jzero.Comm(prefetch_bytes=limit)
-        )
-        found = train_step.describe(state, tokens_of(16))
-        # The table, as large as the head, is only looked up in: of it rows and places are exchanged.
-        places = sum(c.total_elements for c in found.traffic if c.dtype == "int32")
-        assert found.elements("reduce-scatter") == VOCAB * WIDTH + 2 * WIDTH**2
-        assert found.elements("all-gather") - places == 2 * VOCAB * WIDTH + 2 * 2 * WIDTH**2
-        names = Counter(
-            e.primitive.name for e in equations(program(train_step, state, tokens_of(16)).jaxpr)
-        )
-        num.append((names["reduce_scatter"], names["all_gather"]))
-    assert num[0] == num[1]
-
-
-@pytest.mark.slow(but=[46])
-@pytest.mark.parametrize("num", [1, 2, 4, 8])
+@pytest.mark.slow(but=[6])
 @pytest.mark.parametrize(
     ("options", "how"),
     [
         *[({"by": by}, {}) for by in HEADS],
-        *[({}, {"stage": stage}) for stage in (0, 1, 2)],
         ({"tied": True}, {}),
         ({"unrolled": True}, {}),
-        ({"chunks": 2}, {}),
-        ({}, {"accumulate": 2}),
         ({"by": "custom_vjp"}, {"accumulate": 2}),
-        ({"tied": True}, {"accumulate": 2}),
         ({"chunks": 4}, {"accumulate": 2, "gather": "once_per_step"}),
         ({}, {"tile_bytes": HEAD // 4}),
-        ({}, {"offload": jzero.PinnedHost(device_bytes=2**20)}),
         ({}, {"offload": jzero.HostCPU()}),
-        ({}, {"offload": jzero.NVMe}),
-        ({}, {"offload_activations": jzero.PinnedHost()}),
     ],
     ids=str,
 )
-def test_trains_the_same(options, how, num, tmp_path):
+def test_trains_the_same(options, how):
     """In float64 as on one device, and with the same effects."""
-    in_files = how.get("offload") is jzero.NVMe
-    if in_files:
-        pytest.importorskip("llvmlite")
-        how = how | {"offload": jzero.NVMe(tmp_path, host_bytes=2**16)}
-    if "stage" not in how:
-        how = how | {"prefetch_bytes": 1}
-    mesh = small.mesh(data=num)
     step_fn = functools.partial(step, **options)
-    with jax.enable_x64(not in_files):
-        train_step = small.shard_train_step(step_fn, mesh=mesh, **how)
+    with jax.enable_x64(True):
+        train_step = small.shard_train_step(
+            step_fn, mesh=small.mesh(data=4), prefetch_bytes=1, **how
+        )
         mine, effects = two_steps(train_step, train_step.init(make_state))
         theirs, expected = two_steps(jax.jit(step_fn), make_state())
     assert [*differences(mine, theirs, "step")] == []

@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jzero
-import small
 from jzero.ir._loops import MICROBATCHES
-from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -155,7 +152,6 @@ def shared_alone(stack, head, i, x):
 
 CASES = {
     "a loop over layers": lambda stack, head, i, x: deep(stack, x) @ head,
-    "no equations beside the loop": lambda stack, head, i, x: deep(stack, x),
     "no loop": lambda stack, head, i, x: x @ head @ stack[1] + i,
     "two loops": lambda stack, head, i, x: deep(stack, deep(stack * 2, x) @ head),
     "one layer": lambda stack, head, i, x: deep(stack[:1], x) @ head,
@@ -271,59 +267,6 @@ def test_casts_before_the_loop_are_done_where_layers_are_read():
 
     found = Interchanged(run, *values(*SHAPES)).check()
     assert [loop.xs for loop in found.loops] == [("leaf",)]
-
-
-@pytest.mark.slow
-def test_other_loops_stay():
-    """Loops that are not over microbatches, and such that read no leaves."""
-
-    def run(stack, head, x):
-        total, _ = over_microbatches(lambda n, x: (n + jnp.sum(x), None), jnp.float32(0), x)
-        y, _ = lax.scan(lambda y, x: (deep(stack, y + x), None), x[0], x)
-        return y / total
-
-    found = Interchanged(run, *values(*SHAPES)).check()
-    assert [e.primitive.name for e in found.new.eqns].count("scan") == 2
-
-
-MESH = small.auto_mesh(data=2)
-
-
-def on_two_devices(fn):
-    """`fn`'s jaxpr has collectives over "data"."""
-    specs = (P(None, "data"), P("data"), P())
-    return jax.shard_map(fn, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=False)
-
-
-@pytest.mark.parametrize("barrier", [False, True])
-def test_each_layer_is_gathered_once_for_each_loop_over_layers(barrier):
-    """Barriers keep gathers of one program in order; here each layer has a turn, or a program, of its own."""
-
-    def gathered(w, after):
-        w = lax.optimization_barrier((w, after))[0] if barrier else w
-        return lax.all_gather(w, "data", axis=0, tiled=True)
-
-    def run(stack, head, x):
-        def layer(x, w):
-            return jnp.tanh(x @ gathered(w, x)) * 3, None
-
-        def microbatch(total, x):
-            x, _ = lax.scan(layer, x, stack)
-            return total + x @ gathered(head, x), None
-
-        return over_microbatches(microbatch, x[0], x)
-
-    body = _rewrite.body_of_shard_map(on_two_devices(run), *values(*SHAPES_OF_TWO))
-    leaves = {var: 4 * var.aval.size for var in body.jaxpr.invars[:2]}
-    new = _interchange.layer_major(body.jaxpr, leaves, body.jaxpr.invars[2:], 2**20)
-
-    def gathers(jaxpr):
-        return sum(c.times for c in _traffic.collectives(jaxpr))
-
-    assert (gathers(body.jaxpr), gathers(new)) == (K * (LAYERS + 1), LAYERS + 1)
-
-
-SHAPES_OF_TWO = (LAYERS, 4, 4), (4, 4), (K, ROWS, 4)
 
 
 def waits_for_the_end(stack, head, x):

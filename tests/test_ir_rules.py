@@ -51,22 +51,14 @@ UNARY = """
     acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cosh digamma erf erfc exp2 expm1 floor
     lgamma log1p logistic neg rsqrt sinh tan
 """.split()
+BINARY = ("atan2", "igamma_grad_a", "nextafter", "polygamma", "pow")
 MORE: dict[str, Case] = {
     **{name: Case(getattr(lax, name), "+:ab") for name in UNARY},
-    **{
-        name: Case(getattr(lax, name), "+:ab +:ab")
-        for name in ("atan2", "igamma_grad_a", "nextafter", "polygamma", "pow")
-    },
-    **{
-        f"two, {name}": Case(bind(name), "ab ab") for name in ("add_any", "eq_to", "le_to", "lt_to")
-    },
+    **{name: Case(getattr(lax, name), "+:ab +:ab") for name in BINARY},
+    **{f"two, {name}": Case(bind(name), "ab ab") for name in "add_any eq_to le_to lt_to".split()},
     "bits": Case(
         lambda x, y: (
-            lax.shift_left(x, y),
-            lax.shift_right_arithmetic(x, y),
-            x ^ y,
-            ~x,
-            lax.mulhi(x, y),
+            [f(x, y) for f in (lax.shift_left, lax.shift_right_arithmetic, lax.mulhi)] + [x ^ y, ~x]
         ),
         "u:ab u:ab",
     ),
@@ -109,10 +101,7 @@ def scaled_dots(x, y, a, b):
     """Of numbers that no dtype rounds: XLA may keep more of a bfloat16 than that holds."""
     x, y = (each.astype(jnp.float8_e4m3fn) for each in (x, y))
     a, b = (2.0**each for each in (a, b))
-    given = {
-        "dimension_numbers": (((2,), (2,)), ((0,), (0,))),
-        "preferred_element_type": jnp.float32,
-    }
+    given = dict(dimension_numbers=(((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return lax.scaled_dot(x, y, lhs_scale=a, rhs_scale=b, **given), jax.nn.scaled_matmul(x, y, a, b)
 
 

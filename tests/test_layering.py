@@ -12,15 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    (
-        "_components",
-        "_errors",
-        "_folded",
-        "_in_turn",
-        "_memory_kinds",
-        "_thread_group",
-        "_version",
-    ),
+    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_thread_group", "_version"),
     ("_given_fields", "_json", "_quantities", "_tested", "targets"),
     ("_blocks", "_policy"),
     ("_numbers", "_option_groups", "tracing", "offload/nvme", "offload/schedule"),
@@ -48,10 +40,7 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 MAY_USE_INTERNALS = "tracing/_internals"  # and its own room alone imports that
 DEPENDENTS = ("tests", "experiments", "examples")
 # What few users need is imported in one file alone.
-FOR_ONE_FILE = {
-    "matplotlib": "cli/_plot",
-    "llvmlite": "offload/kernels/_machine",
-}
+FOR_ONE_FILE = {"matplotlib": "cli/_plot", "llvmlite": "offload/kernels/_machine"}
 
 
 def files_of(package: pathlib.Path) -> dict[str, str]:
@@ -197,34 +186,13 @@ def test_floors_name_existing_rooms():
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        (
-            "_errors",
-            "from jzero._sharded_step import shard_train_step",
-            "_sharded_step, which is above it",
-        ),
         ("_errors", "def f():\n    import jzero._sharded_step", "_sharded_step, which is above it"),
-        (
-            "_errors",
-            "if TYPE_CHECKING:\n    from jzero import _sharded_step",
-            "_sharded_step, which is above it",
-        ),
         ("tracing/_call", "from jzero.sharding.plan import _plan", "_plan, which is above it"),
         ("tracing/_call", "from ..sharding.plan._plan import Plan", "_plan, which is above it"),
         ("tracing/_call", "from .. import _sharded_step", "_sharded_step, which is above it"),
-        ("tracing/_call", "from .._sharded_step import x", "_sharded_step, which is above it"),
         ("_sharded_step", "import jzero", "__init__, which is above it"),
         ("_sharded_step", "from jzero import grad", "__init__, which is above it"),
-        (
-            "sharding/cut/_min_cut",
-            "from jzero.sharding.passes import _waits",
-            "is on its own floor",
-        ),
         ("sharding/cut/_min_cut", "from ..passes._waits import x", "is on its own floor"),
-        (
-            "sharding/plan/_plan",
-            "from jzero.offload._sliced import x",
-            "_sliced, which is above it",
-        ),
         (
             "_sharded_step",
             "from jax._src import core",
@@ -232,14 +200,8 @@ def test_floors_name_existing_rooms():
         ),
         ("tracing/_jaxpr", "import jax._src.core", "jax._src.core: only tracing/_internals may"),
         ("_sharded_step", "from jzero.tracing._internals import xla", "only tracing may"),
-        (
-            "_sharded_step",
-            "from jax import extend",
-            "_sharded_step uses jax.extend: only tracing/_internals may",
-        ),
-        ("_sharded_step", "from jax.interpreters import ad", "only tracing/_internals may"),
+        ("_sharded_step", "from jax import extend", "_sharded_step uses jax.extend: only"),
         ("_sharded_step", "import jax\njax.interpreters.ad", "_sharded_step uses jax.interpreters"),
-        ("_sharded_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_sharded_step", "from experiments import x", "experiments.x, which depends on jzero"),
         ("_sharded_step", "def f():\n    import matplotlib.figure", "only cli/_plot may"),
         ("attic/_new", "import math", "attic/_new is in no room"),
@@ -254,21 +216,15 @@ def test_planted_import_is_found(file: str, source: str, expected: str):
 
 @pytest.mark.slow
 def test_planted_circle_is_found():
-    files = FILES | {
-        "tracing/_call": "from ._rewrite import x",
-        "tracing/_rewrite": "from . import _call",
-    }
-    assert set(circle(files)) == {"tracing/_call", "tracing/_rewrite"}
+    sources = "from ._rewrite import x", "from . import _call"
+    files = dict(zip(("tracing/_call", "tracing/_rewrite"), sources, strict=True))
+    assert set(circle(FILES | files)) == set(files)
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        (
-            "_sharded_step",
-            "import jax\nfrom jzero._errors import message\nfrom jzero.sharding.plan import _plan",
-        ),
-        ("_sharded_step", "from jzero.sharding.plan._plan import Plan"),
+        ("_sharded_step", "import jax\nfrom jzero.sharding.plan._plan import Plan"),
         ("tracing/_internals", "from jax._src import core\nfrom jax.interpreters import ad"),
         ("tracing/_jaxpr", "from jzero.tracing._internals import core"),
         ("sharding/plan/_plan", "from . import _layout\nfrom ... import _errors"),

@@ -1,8 +1,5 @@
 """Microbatches of partitioned steps: an axis in time, which becomes loops."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,14 +45,11 @@ def train(made, num_steps=3, rows=None, **options):
 
 
 def assert_close(actual, expected):
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
+    pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
+    for (path, x), y in pairs:
         assert (x.shape, x.dtype) == (y.shape, y.dtype), path
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            np.testing.assert_allclose(
-                x, y, rtol=1e-9, atol=1e-11, err_msg=jax.tree_util.keystr(path)
-            )
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11, err_msg=str(path))
 
 
 def loops(found):
@@ -78,18 +72,6 @@ def counts(eqn):
 
 
 # -- parity --------------------------------------------------------------------------------------------
-MADE: dict[str, Any] = {
-    "mlp": steps.mlp, "gpt": steps.gpt, "gpt unrolled": functools.partial(steps.gpt, scan=False),
-    "gpt tied": functools.partial(steps.gpt, tied=True), "lstm": steps.lstm, "moe": steps.moe,
-    "clip": steps.clip,
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("options", [{}, {"reduce": "once"}, {"stage": 1}], ids=str)
-def test_it_trains_as_one_device(name, options):
-    train(MADE[name](), accumulate=2, **options)
 
 
 def mean_of_rows(batch_loss):
@@ -115,71 +97,10 @@ def layer(p, x):
     return jnp.tanh(x @ p["a"]) @ p["b"]
 
 
-def normalised(p, x):
-    """BatchNorm."""
-    h = x @ p["a"]
-    mean, var = h.mean(0), h.var(0)
-    y = jnp.tanh((h - mean) * lax.rsqrt(var + 1e-5)) @ p["b"]
-    return jnp.mean(y**2), {"mean": mean, "var": var}
-
-
 def divided_by_a_count(p, x):
     kept = x[:, 0] > 0
     losses = jnp.sum(layer(p, x) ** 2, 1)
     return jnp.sum(losses * kept) / jnp.sum(kept), {"count": jnp.sum(kept), "losses": losses}
-
-
-def largest(p, x):
-    losses = jnp.sum(layer(p, x) ** 2, 1)
-    return jnp.sum(losses * (losses == losses.max())), {
-        "most": losses.max(),
-        "which": losses.argmax(),
-    }
-
-
-def ranked(p, x):
-    losses = jnp.sum(layer(p, x) ** 2, 1)
-    return jnp.median(losses), {"order": jnp.argsort(losses)}
-
-
-def with_dropout(p, x):
-    h = jnp.tanh(x @ p["a"])
-    keep = jax.random.bernoulli(jax.random.key(0), 0.7, h.shape)
-    y = jnp.where(keep, h / 0.7, 0) @ p["b"]
-    return jnp.mean(y**2), {"kept": keep.sum(1), "loss": jnp.mean(y**2, 1)}
-
-
-def along_the_batch(p, x):
-    def turn(total, row):
-        value = jnp.mean(layer(p, row[None]) ** 2)
-        return total + value, value
-
-    total, values = lax.scan(turn, jnp.zeros(()), x)
-    return total / x.shape[0], {"values": values}
-
-
-def shifted(p, x):
-    """Rows beside the next ones."""
-    y = layer(p, x)
-    return jnp.mean((y - jnp.roll(y, 1, axis=0)) ** 2), {
-        "last": y[-1],
-        "sorted": jnp.sort(y, axis=0),
-    }
-
-
-LOSSES = [
-    normalised, divided_by_a_count, largest, ranked, with_dropout, along_the_batch, shifted,
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("rows", [32, 27])
-def test_statistics_of_the_whole_batch(loss, rows):
-    if loss is along_the_batch and rows == 27:
-        pytest.skip("all devices run all iterations, and a warning says so")
-    train((*mean_of_rows(loss), steps.rows(rows, 32)), accumulate=2)
-    train((*mean_of_rows(loss), steps.rows(rows, 32)), mesh=small.mesh(data=2), accumulate=4)
 
 
 def test_keys_of_rows():
@@ -212,47 +133,6 @@ def test_a_gradient_of_a_gradient():
 
 
 # -- what the loops do ---------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_gradients_are_reduced_for_each_microbatch_or_once():
-    _, each = train(steps.gpt(), accumulate=2)
-    (loop,) = loops(each)
-    assert counts(loop)["reduce_scatter"] > 5
-    assert all(v.aval.size * 8 <= 2 * 128 * 32 for v in loop.outvars if v.aval.ndim == 3)
-    _, once = train(steps.gpt(), accumulate=2, reduce="once")
-    (loop,) = loops(once)
-    assert "reduce_scatter" not in counts(loop)
-    times = [move.times for move in once.program.moves if move.kind == "scatter"]
-    assert set(times) == {1}
-
-
-@pytest.mark.slow
-def test_gradients_of_slices_are_summed_behind_the_loop():
-    def loss(p, x):
-        layer = lambda h, w: (jnp.tanh(w["scale"][0] * h @ w["up"]) * w["scale"][1], None)  # noqa: E731
-        return jnp.mean(lax.scan(layer, x, p)[0] ** 2)
-
-    def step(p, x):
-        value, grads = jax.value_and_grad(loss)(p, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
-
-    init = lambda: {"scale": steps.rows(4, 2, 16), "up": steps.normal(0, 4, 16, 16)}  # noqa: E731
-    _, found = train((init, step, steps.rows(32, 16)), accumulate=2)
-    assert len(loops(found)) == 1
-
-
-@pytest.mark.slow
-def test_what_microbatches_share_is_made_once():
-    def step(w, x):
-        large = lax.sort(jnp.tanh(w * w.sum(0)))  # no microbatch's own
-        g = jax.grad(lambda w: jnp.mean((x @ large * w.sum()) ** 2))(w)
-        return w - 1e-3 * g, ()
-
-    made = lambda: steps.normal(0, 16, 16), step, steps.rows(32, 16)
-    _, found = train(made, accumulate=4)
-    (loop,) = loops(found)
-    inside = [eqn.primitive.name for eqn in _jaxpr.inside(loop)]
-    assert "sort" not in inside
-    assert "dot_general" in inside
 
 
 @pytest.mark.slow
@@ -281,56 +161,6 @@ def test_loops_of_single_rows_stop_by_themselves(accumulate):
         assert not any(counts(eqn) for eqn in whiles)
 
 
-def several_updates(p, x):
-    """Of which each needs the gradient of the whole batch."""
-    y = layer(lax.stop_gradient(p), x)
-
-    def update(q, _):
-        value, g = jax.value_and_grad(lambda q: jnp.mean((y - q) ** 2))(q)
-        return q - 0.1 * g, value
-
-    q, values = lax.scan(update, jnp.zeros((1, 8)), length=3)
-    return jnp.mean((layer(p, x) - q) ** 2), {"values": values}
-
-
-def branches(p, x):
-    """A Hessian of the whole batch in one of two branches."""
-
-    def curved(w):
-        return jnp.diagonal(jax.hessian(lambda c: jnp.mean((layer(p, x) * c) ** 2))(w)).sum()
-
-    w = p["b"][0]
-    return jnp.mean(layer(p, x) ** 2) + lax.cond(w[0] > -9, curved, jnp.sum, w), {}
-
-
-def carried_rows(p, x):
-    """Rows that are carried beside a statistic of all of them."""
-
-    def turn(carry, _):
-        rows, mean = carry
-        rows = jnp.tanh(rows - mean)
-        return (rows, rows.mean(0)), rows.max()
-
-    (rows, _), most = lax.scan(turn, (lax.stop_gradient(layer(p, x)), jnp.zeros(8)), length=3)
-    return jnp.mean(layer(p, x) ** 2), {"rows": rows, "most": most}
-
-
-@pytest.mark.slow
-def test_a_branch_need_not_be_opened_for_sums_that_it_returns():
-    _, found = train((*mean_of_rows(branches), steps.rows(32, 32)), accumulate=2)
-    assert loops(found)
-    assert [e for loop in loops(found) for e in _jaxpr.inside(loop) if e.primitive.name == "cond"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [several_updates, carried_rows])
-def test_loops_that_need_all_rows_are_opened(loss):
-    _, found = train((*mean_of_rows(loss), steps.rows(32, 32)), accumulate=2)
-    jaxpr = found.programs["microbatches"].jaxpr
-    around = [e for e in jaxpr.eqns if any(_is_loop(each) for each in _jaxpr.inside(e))]
-    assert [e for e in around if not _is_loop(e)]
-
-
 def test_a_while_over_the_whole_batch_is_opened():
     train(steps.searched(), accumulate=2)
 
@@ -349,9 +179,7 @@ def test_activations_of_all_microbatches_are_kept_and_said():
     train((init, step, steps.rows(16, 32)), accumulate=2)
     train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
     many = jax.ShapeDtypeStruct((2**14, 32), np.float64)
-    with pytest.warns(
-        UserWarning, match="MiB on each device of all 2 microbatches at once, at .*loss"
-    ):
+    with pytest.warns(UserWarning, match="MiB .* of all 2 microbatches at once, at .*loss"):
         train_step.plan(init(), many)
 
 
@@ -366,17 +194,6 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
     train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
     with pytest.raises(StepError, match="times as often, and 4 times is the most"):
         train_step(init(), steps.rows(16, 32))
-
-
-@pytest.mark.slow
-def test_its_program_is_printed_with_and_without_the_axis():
-    init, step, batch = steps.mlp()
-    train_step = small.shard_train_step(step, mesh=small.mesh(data=8), microbatches=2)
-    before = str(train_step.program(init(), batch, after="partition"))
-    after = str(train_step.program(init(), batch, after="microbatches"))
-    assert "[16@data,microbatch, 32]" in before
-    assert "axis_name=microbatch" not in after
-    assert "[16@data, 32]" in after
 
 
 def doubled_in_turn(h):

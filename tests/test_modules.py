@@ -30,29 +30,6 @@ def step_in_another_order(batch, opt_state, key, *, model):
     return loss, {"rows": batch.sum(1)}, opt_state, model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_devices", "stage", "options"),
-    [(1, 3, {}), (2, 1, {}), (8, 3, {}), (8, 3, {"offload": jzero.HostCPU()})],
-)
-def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
-    own, values = make(), make()
-    train_step = small.shard_train_step(
-        step, stage=stage, mesh=small.mesh(data=num_devices), **options
-    )
-    for seed in range(3):
-        *own, expected = filter_jit(step)(*own, X, jax.random.key(seed))
-        *values, loss = train_step(*values, X, jax.random.key(seed))
-        assert_close(loss, expected)
-    assert_close(tuple(values), tuple(own))
-    model = values[0]
-    assert model.scale == 2.0
-    assert model.mlp.activation is own[0].mlp.activation
-    assert_close(jax.vmap(model)(X), jax.vmap(own[0])(X))
-    if num_devices == 8:
-        assert not model.mlp.layers[0].weight.sharding.is_fully_replicated
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_order_is_the_steps(filtered):
     train_step = small.shard_train_step(

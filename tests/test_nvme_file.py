@@ -28,23 +28,8 @@ from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import headers
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._sweep import sweep
 from jzero.offload.nvme._tile_layout import Extent, LeafRange, TileLayout
-from nvme_state import (
-    SPECS,
-    check,
-    create,
-    disk_bytes,
-    fill,
-    made,
-    new_ring,
-    numbers,
-    remove,
-    reopen,
-    step_bytes,
-    train,
-    why_not,
-)
+from nvme_state import SPECS, check, create, fill, made, new_ring, numbers, reopen, train
 
 FIRST = next(iter(SPECS))
 PAGE = 4096
@@ -109,39 +94,6 @@ def test_steps_go_round(in_place, tmp_path):
     assert len(content(tmp_path)) == 3
 
 
-def test_leaves_come_back(tmp_path):
-    """Leaves of several dtypes, cut into tiles of different sizes."""
-    rng = np.random.default_rng(0)
-    leaves: dict[str, np.ndarray] = {
-        "w": rng.standard_normal(3001).astype(np.float32),
-        "n": rng.integers(0, 9, 5).astype(np.int8),
-    }
-    layout = TileLayout.of([[("w", 0, 6000), ("n", 0, 5)], [("w", 6000, 6004)]])
-    specs = {"x.tiles": FileSpec(layout, {})}
-    ring = TileRing(4 * layout.most_bytes, layout.most_bytes)
-    with TileFiles.create(tmp_path, specs) as files:
-        files.begin(0)
-        with sweep(files.tiles(), ring, write=files.write) as visits:
-            for visit in visits:
-                parts = layout.tiles[visit.at.tile]
-                for part, view in zip(
-                    parts, layout.views(visit.at.tile, visit.buffer), strict=True
-                ):
-                    view[:] = leaves[part.leaf].view(np.uint8)[part.start :][: part.nbytes]
-        files.commit(0)
-    with TileFiles.open(tmp_path, specs) as files:
-        found = {name: np.zeros_like(x) for name, x in leaves.items()}
-        with sweep(files.tiles(), ring, files.read) as visits:
-            for visit in visits:
-                parts = layout.tiles[visit.at.tile]
-                for part, view in zip(
-                    parts, layout.views(visit.at.tile, visit.buffer), strict=True
-                ):
-                    found[part.leaf].view(np.uint8)[part.start :][: part.nbytes] = view
-    for name, x in leaves.items():
-        np.testing.assert_array_equal(found[name], x)
-
-
 def test_layout():
     layout = TileLayout.of([[("w", 0, 100), ("m", 0, 5000)], [("m", 5000, 1), ("w", 100, 28)]])
     assert layout.tiles[0] == (Extent("w", 0, 100, 0), Extent("m", 0, 5000, 128))
@@ -203,8 +155,8 @@ def test_a_step_is_written_part_by_part(tmp_path):
             np.testing.assert_array_equal(again[: layout.nbytes[tile]], expected[tile])
 
 
-def test_aborted_steps_are_forgotten(tmp_path):
-    with made(tmp_path) as files:
+def test_aborted_steps_are_forgotten_or_lost_in_place(tmp_path):
+    with made(tmp_path / "two") as files:
         for _ in range(2):
             files.begin(2)
             files.write(TileAt(0, 0), new_ring().buffers[0])
@@ -212,9 +164,6 @@ def test_aborted_steps_are_forgotten(tmp_path):
         check(files, 1)
         train(files)
         check(files, 2)
-
-
-def test_lost_in_place(tmp_path):
     with made(tmp_path, in_place=True) as files:
         files.begin(2)
         files.abort()
@@ -225,41 +174,26 @@ def test_lost_in_place(tmp_path):
     refused(tmp_path, "is dirty: its run ended while step 2 was written over", in_place=True)
 
 
-def test_a_pin_keeps_a_step(tmp_path):
-    """Beyond the next commit; the step after that waits for it."""
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_pin_keeps_a_step(gradients, tmp_path):
+    """Beyond the next commit; the step after that waits for it, also if it writes no gradients."""
     with made(tmp_path) as files:
         pin = files.pin()
         train(files)
         buffer, at = new_ring().buffers[0], TileAt(1, 4)
-        pin.read(at, buffer)
-        assert (buffer[: 2 * PAGE].view(np.int64) == nvme_state.value(1, at)).all()
-        thread = threading.Thread(target=train, args=(files,))
+        act = (lambda: train(files)) if gradients else (lambda: files.begin(3))
+        thread = threading.Thread(target=act)
         thread.start()
-        thread.join(0.1)
+        thread.join(0.2)
         assert thread.is_alive()
         assert files.step == 2
         pin.read(at, buffer)
         assert (buffer[: 2 * PAGE].view(np.int64) == nvme_state.value(1, at)).all()
         pin.release()
         thread.join()
-        check(files, 3)
-
-
-def test_a_step_without_gradients_in_files_waits_for_a_pin(tmp_path):
-    with made(tmp_path) as files:
-        pin = files.pin()
-        train(files)
-        thread = threading.Thread(target=files.begin, args=(3,))
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive()
-        buffer, at = new_ring().buffers[0], TileAt(1, 4)
-        pin.read(at, buffer)
-        assert (buffer[: 2 * PAGE].view(np.int64) == nvme_state.value(1, at)).all()
-        pin.release()
-        thread.join()
-        files.abort()
-        check(files, 2)
+        if not gradients:
+            files.abort()
+        check(files, 3 if gradients else 2)
 
 
 def test_a_dropped_pin_keeps_nothing(tmp_path):
@@ -276,30 +210,27 @@ def test_a_dropped_pin_keeps_nothing(tmp_path):
 # ----------------------------------------------------------------------------- files that were changed
 
 
-@pytest.mark.parametrize("size", [0, 100, PAGE, 5 * PAGE, -PAGE, -1])
-def test_a_file_that_was_cut(size, left):
+@pytest.mark.parametrize("size", [0, PAGE, 5 * PAGE, -1])
+def test_a_file_of_another_length(size, left):
     path = path_of(left)
-    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    whole = path.stat().st_size
+    os.truncate(path, size if size >= 0 else whole + size)
     refused(left, "it was cut")
+    os.truncate(path, whole + 1)
+    refused(left, "is too long")
+    path.unlink()
+    refused(left, "device-0.tiles is not there")
 
 
 def test_a_file_that_is_cut_while_it_is_open(left):
     with reopen(left) as files:
         os.truncate(path_of(left), 20 * PAGE)
-        with pytest.raises(
-            jzero.StateError, match=r"tile [234] needs bytes \d+ to \d+: it was cut"
-        ):
+        told = r"tile [234] needs bytes \d+ to \d+: it was cut"
+        with pytest.raises(jzero.StateError, match=told):
             check(files)
-
-
-def test_a_file_that_is_too_long(left):
-    os.truncate(path_of(left), path_of(left).stat().st_size + 1)
-    refused(left, "is too long")
-
-
-def test_a_file_that_is_missing(left):
-    path_of(left).unlink()
-    refused(left, "device-0.tiles is not there")
+        told = r"v in tile 3 needs bytes \d+ to \d+: it was cut"
+        with pytest.raises(jzero.StateError, match=told):
+            files.read_lone(TileAt(0, 3), 1, pages(PAGE))
 
 
 def test_one_damaged_header_costs_its_step(left):
@@ -309,7 +240,7 @@ def test_one_damaged_header_costs_its_step(left):
         check(files, 0)
 
 
-@pytest.mark.parametrize("at", [0, 40, 100])
+@pytest.mark.parametrize("at", [0, 100])
 def test_damaged_headers(at, left):
     flip(path_of(left), at)
     flip(path_of(left), PAGE + at)
@@ -319,44 +250,38 @@ def test_damaged_headers(at, left):
 def test_another_programs_file(left):
     path_of(left).write_bytes(bytes(100 * PAGE))
     refused(left, "another program's file")
-    with pytest.raises(
-        jzero.OptionError, match="device-0.tiles has no intact header. A run starts"
-    ):
+    with pytest.raises(jzero.OptionError, match="device-0.tiles has no intact header. A run start"):
         create(left)
     assert path_of(left).read_bytes() == bytes(100 * PAGE)
 
 
-@pytest.mark.parametrize("version", [2, 7])
-def test_another_version(version, left):
+def test_another_version(left):
+    version = 7
     raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
     _, _, text = raw.partition(b"\n")
     text = text.replace(b'"version": 3', b'"version": %d' % version)
     with path_of(left).open("r+b") as file:
         file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
     refused(
-        left,
-        f"has version {version} of the format. This version of jzero reads and writes version 3",
+        left, f"has version {version} of the format. This version of jzero reads and writes ver"
     )
     with pytest.raises(jzero.OptionError, match=f"has version {version} of the format, and not 3"):
         create(left)
 
 
-def test_a_damaged_description(left):
+def test_damaged_checksums_and_descriptions(left):
+    """Of slot 1, after those of slot 0; the step before can be asked for."""
+    flip(path_of(left), 4 * PAGE + 8, 7)
+    refused(left, "has damaged checksums of step 1")
+    with reopen(left, step=write_of(left, 0)) as files:
+        check(files, 0)
     flip(path_of(left), 2 * PAGE + 30)
     refused(left, "has a damaged description")
 
 
-@pytest.mark.parametrize("bit", [0, 7])
-def test_damaged_checksums(bit, left):
-    """Of slot 1, after those of slot 0; the step before can be asked for."""
-    flip(path_of(left), 4 * PAGE + 8, bit)
-    refused(left, "has damaged checksums of step 1")
-    with reopen(left, step=write_of(left, 0)) as files:
-        check(files, 0)
-
-
-@pytest.mark.parametrize("file", [name for name in SPECS if name != "kept.tiles"])
-@pytest.mark.parametrize("byte", [0, 5000, 2 * PAGE - 1])
+@pytest.mark.parametrize(
+    ("byte", "file"), [(0, FIRST), (5000, FIRST), (2 * PAGE - 1, "device-1.tiles")]
+)
 def test_damaged_tiles(byte, file, left):
     at = 5 * PAGE + (5 + 3) * 2 * PAGE  # Tile 3 of slot 1.
     flip(path_of(left, file), at + byte, 5)
@@ -373,7 +298,7 @@ def test_damaged_tiles(byte, file, left):
         assert numbers(files.steps) == (1,)
 
 
-@pytest.mark.parametrize("byte", [0, 2999, PAGE - 1])
+@pytest.mark.parametrize("byte", [0, PAGE - 1])
 def test_a_damaged_lone_extent(byte, left):
     """Is found when it is read alone, to its last page's end; what is around it can be damaged, too."""
     at = 5 * PAGE + (5 + 3) * 2 * PAGE + PAGE
@@ -400,9 +325,7 @@ def test_damage_of_what_is_frozen(left):
     flip(path_of(left, "kept.tiles"), at)
     for step in (0, 1):
         with reopen(left, step=write_of(left, step)) as files:
-            with pytest.raises(
-                jzero.StateError, match=f"kept.tiles has a damaged tile 1, bytes {at} "
-            ):
+            with pytest.raises(jzero.StateError, match=f"kept.* a damaged tile 1, bytes {at} "):
                 files.read(TileAt(2, 1), new_ring().buffers[0])
             with pytest.raises(jzero.StateError, match="has damaged bytes of x1 in tile 1, bytes"):
                 files.read_lone(TileAt(2, 1), 1, pages(PAGE))
@@ -437,15 +360,6 @@ def test_what_is_frozen_is_written_once(in_place, tmp_path):
         TileFiles.open(tmp_path / "run", specs)
 
 
-def test_a_lone_extent_that_cannot_be_read(left):
-    with reopen(left) as files:
-        os.truncate(path_of(left), 20 * PAGE)
-        with pytest.raises(
-            jzero.StateError, match=r"v in tile 3 needs bytes \d+ to \d+: it was cut"
-        ):
-            files.read_lone(TileAt(0, 3), 1, pages(PAGE))
-
-
 def test_another_state(left):
     """Where the identities differ first is said."""
     for identity, text in [
@@ -476,9 +390,8 @@ def test_steps_that_not_all_files_have(left):
     old, new = write_of(left, 0), write_of(left, 1)
     text = "Step 7 of run [0-9a-f]{8} is resumed if all files have it, complete"
     refused(left, text, step=new._replace(step=7))
-    refused(
-        left, "Step 1 of run 01234567 is resumed if", step=new._replace(run="0123456789abcdef" * 2)
-    )
+    other_run = new._replace(run="0123456789abcdef" * 2)
+    refused(left, "Step 1 of run 01234567 is resumed if", step=other_run)
     with reopen(left, step=old) as files:
         check(files, 0)
         files.select(new)
@@ -490,10 +403,8 @@ def test_steps_that_not_all_files_have(left):
     with made(left / "2", steps=5) as _:
         pass
     path_of(left / "2").rename(path)
-    refused(
-        left,
-        r"device-0.tiles has steps 4 and 5\n.*device-1.tiles has steps 0 and 1\n.*kept.tiles has .*\nA step",
-    )
+    each = r"device-0.tiles has steps 4 and 5\n.*device-1.tiles has steps 0 and 1\n.*kept.tiles has .*\n"
+    refused(left, each + "A step")
 
 
 def test_nothing_to_resume(tmp_path):
@@ -513,9 +424,7 @@ def test_a_state_is_not_overwritten(left):
 
 def test_files_without_a_step_are_made_again(tmp_path):
     create(tmp_path).close()
-    with pytest.warns(
-        UserWarning, match=r"run is there, .* and gets the name run.aside-0. Its run"
-    ):
+    with pytest.warns(UserWarning, match="run is there, .* gets the name run.aside-0. Its run"):
         files = create(tmp_path)
     files.begin(0)
     files.close()
@@ -661,12 +570,10 @@ def test_a_file_that_is_closed_by_others(left, monkeypatch):
         file.forget()
         monkeypatch.setattr(file, "_fd", 10**6)
         with pytest.raises(
-            jzero.StateError, match=r"reading tile \d, byte \d+ of .*: Bad file descriptor"
+            jzero.StateError, match=r"reading tile \d, byte \d+ of .*: Bad file des"
         ):
             check(files)
-        with pytest.raises(
-            jzero.StateError, match=r"writing a header of step 2, byte 0 .*: Bad file"
-        ):
+        with pytest.raises(jzero.StateError, match="writing a header of step 2, byte 0 .*: Bad"):
             files.begin(2)
         with pytest.raises(jzero.StateError, match="cannot be synced: Bad file descriptor"):
             file.sync()
@@ -738,14 +645,6 @@ def test_a_file_system_that_refuses_direct_transfers(tmp_path):
     assert len(content(tmp_path)) == 3
 
 
-def test_alignment_is_a_power_of_two(tmp_path):
-    with (tmp_path / "x").open("w") as file:
-        found = _direct.alignment(file.fileno())
-        of_memory = _direct.alignment_of_memory(file.fileno())
-    assert found is None or (found >= 1 and found & (found - 1) == 0)
-    assert 1 <= of_memory <= (found or PAGE)
-
-
 def test_memory_that_does_not_start_on_a_page(left):
     """Is read into where that is what the disk asks for."""
     with reopen(left) as files:
@@ -758,7 +657,7 @@ def test_memory_that_does_not_start_on_a_page(left):
 # ------------------------------------------------------------------------------------------ checksums
 
 
-@pytest.mark.parametrize("num_pages", [1, 2, 300])
+@pytest.mark.parametrize("num_pages", [1, 300])
 def test_checksums_see_damage(num_pages):
     """A bit, a page of zeros, two pages or two words exchanged, a page of another tile."""
     rng = np.random.default_rng(0)
@@ -776,9 +675,6 @@ def test_checksums_see_damage(num_pages):
         damaged.append(np.roll(tile, PAGE))
     assert before not in map(checksum, damaged)
     assert len(set(map(checksum, damaged))) > 190
-
-
-def test_checksums_of_zeros_differ_by_size():
     assert checksum(pages(PAGE)) != checksum(pages(2 * PAGE))
 
 

@@ -41,25 +41,22 @@ def operations(children, folder, script="step_in_child", in_place=False) -> list
     return [x for x in faults.read_log(folder / "log") if x.number]
 
 
+def step(children, root, fault, in_place=False) -> faults.Ended:
+    """A state, and a step of a child with a fault."""
+    with nvme_state.made(root, in_place):
+        pass
+    return another_step(children, root, fault, in_place)
+
+
+def another_step(children, root, fault, in_place=False) -> faults.Ended:
+    return children.run("nvme_state:step_in_child", root=str(root), in_place=in_place, fault=fault)
+
+
 def num_of_one_step(log: list[faults.Operation], in_place: bool = False) -> int:
     """How many operations there are until the first step of the child is complete."""
     # A step reads and writes; the child looks at it, and makes another one. With one slot gradients are
     # behind the tiles, and overwrite nothing that a header would have to tell of.
     return [x.number for x in log if x.name == "fdatasync"][6 if in_place else 8]
-
-
-@pytest.mark.slow
-def test_a_step_does_what_it_should(children, tmp_path):
-    """Of each file: marked, gradients written, marked, gradients and tiles read, tiles written, checksums,
-    synced, complete; a frozen one: complete."""
-    log = operations(children, tmp_path)
-    names = [x.name for x in log[: num_of_one_step(log)]]
-    tiles = nvme_state.NUM_TILES * 2
-    counts = {name: names.count(name) for name in set(names)}
-    moved = tiles + 2 * len(nvme_state.WITH_GRADIENTS)
-    assert sum(n for name, n in counts.items() if name.startswith("preadv")) == moved
-    assert sum(n for name, n in counts.items() if name.startswith("pwrite")) == moved + 2 * 4 + 1
-    assert counts["fdatasync"] == 2 * 4 + 1
 
 
 @pytest.mark.slow(but=["tear-True"])
@@ -70,12 +67,7 @@ def test_killed_at_every_operation(action, in_place, children, tmp_path):
     steps, dirty, num = [], 0, num_of_one_step(log, in_place)
     for at in range(1, num + 2):
         root = tmp_path / str(at)
-        with nvme_state.made(root, in_place):
-            pass
-        fault = Fault(action, at, kinds=BOTH)
-        ended = children.run(
-            "nvme_state:step_in_child", root=str(root), in_place=in_place, fault=fault
-        )
+        ended = step(children, root, Fault(action, at, kinds=BOTH), in_place)
         assert ended.status == -signal.SIGKILL, ended
         if is_dirty(root, in_place):
             dirty += 1
@@ -109,10 +101,8 @@ def test_killed_between_two_headers(children, tmp_path):
     syncs = [x.number for x in log if x.name == "fdatasync"]
     with nvme_state.made(tmp_path):
         pass
-    script = "nvme_state:step_in_child"
     for at, first in [(7, [STEP, STEP + 1]), (6, [STEP]), (7, [STEP, STEP + 1])]:
-        fault = Fault("kill", syncs[at] + 1, kinds=BOTH)
-        children.run(script, root=str(tmp_path), in_place=False, fault=fault)
+        another_step(children, tmp_path, Fault("kill", syncs[at] + 1, kinds=BOTH))
         with nvme_state.reopen(tmp_path) as files:
             frozen = [STEP, STEP + 1]
             assert [[*nvme_state.numbers(x.steps)] for x in files._files] == [first, [STEP], frozen]
@@ -132,9 +122,7 @@ def test_made_again_after_a_kill(in_place, children, tmp_path):
         ended = children.run(script, root=str(root), in_place=in_place, fault=fault)
         assert ended.status == -signal.SIGKILL, ended
         # Once it has its name, what a run has left is put aside.
-        warned = pytest.warns(
-            UserWarning, match="run is there, without a complete step, and gets the name"
-        )
+        warned = pytest.warns(UserWarning, match="is there, without a complete step, and gets the")
         with warned if (root / "run").exists() else contextlib.nullcontext():
             files = nvme_state.create(root, in_place)
         with files:
@@ -173,19 +161,14 @@ def test_a_failure_at_every_operation(error, in_place, children, tmp_path):
     text = {"EIO": "Input/output error", "ENOSPC": "No space left on device"}[error]
     for at in range(1, num_of_one_step(log, in_place) + 1):
         root = tmp_path / str(at)
-        with nvme_state.made(root, in_place):
-            pass
-        fault = Fault("fail", at, error, BOTH)
-        script = "nvme_state:step_in_child"
-        ended = children.run(script, root=str(root), in_place=in_place, fault=fault)
-        failed, then = ended.said
+        failed, then = step(children, root, Fault("fail", at, error, BOTH), in_place).said
         assert failed["error"] == "StateError"
         assert any(f"{root}/run/{name}" in failed["message"] for name in nvme_state.SPECS)
         assert text in failed["message"]
         assert "step before is still there, unless in_place=True" in failed["message"]
         gradients = 2 * len(
             nvme_state.WITH_GRADIENTS
-        )  # With one slot they come first, and cost nothing.
+        )  # In one slot they come first, and cost nothing.
         if in_place and at > gradients:
             assert "failed while it was written over the step before" in then["lost"]
         else:
@@ -196,12 +179,7 @@ def test_a_failure_at_every_operation(error, in_place, children, tmp_path):
 def test_writes_that_stop_short_go_on(children, tmp_path):
     log = operations(children, tmp_path)
     for at in range(1, num_of_one_step(log) + 1):
-        root = tmp_path / str(at)
-        with nvme_state.made(root):
-            pass
-        fault = Fault("shorten", at, kinds=BOTH)
-        script = "nvme_state:step_in_child"
-        ended = children.run(script, root=str(root), in_place=False, fault=fault)
+        ended = step(children, tmp_path / str(at), Fault("shorten", at, kinds=BOTH))
         assert ended.said == [{"step": STEP + 2}], ended
 
 
@@ -237,6 +215,11 @@ def test_tiles_are_on_the_disk_before_the_header_says_so(children, tmp_path):
         disk = Disk.before(log, moment)
         assert not disk.unsynced("run")
     assert not Disk.after(log).unsynced("run")
+    # Of each file: marked, gradients written, marked, gradients and tiles read, tiles written, checksums,
+    # synced, complete; a frozen one: complete.
+    assert sum(x.name.startswith("preadv") for x in log) == tiles + gradients
+    assert len(writes) == tiles + gradients + 2 * 4 + 1
+    assert sum(x.name == "fdatasync" for x in log) == 2 * 4 + 1
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +240,7 @@ def test_a_power_cut(part, disk_with_state, children, tmp_path):
     at = 1 + 6 * part
     disk = copy(disk_with_state, tmp_path / "disk")
     with mounted(disk, tmp_path / "at") as root:
-        fault = Fault("tear", at, kinds=BOTH)
-        script = "nvme_state:step_in_child"
-        ended = children.run(script, root=str(root), in_place=False, fault=fault)
+        ended = another_step(children, root, Fault("tear", at, kinds=BOTH))
         assert ended.status == -signal.SIGKILL
         after = copy(disk, tmp_path / "after")
     with mounted(after, tmp_path / "at") as root, nvme_state.reopen(root) as files:

@@ -34,6 +34,9 @@ def place_in_child(
     say("placed")
 
 
+PLACE = "test_nvme_starts:place_in_child"
+
+
 @pytest.fixture(scope="module")
 def children() -> Iterator[faults.Children]:
     with faults.Children(["test_nvme_starts"]) as children:
@@ -42,16 +45,15 @@ def children() -> Iterator[faults.Children]:
 
 def num_of_operations(children: faults.Children, root: Path) -> int:
     root.mkdir()
-    ended = children.run(
-        "test_nvme_starts:place_in_child", root=str(root), fault=Fault(), log=str(root / "log")
-    )
+    log = str(root / "log")
+    ended = children.run(PLACE, root=str(root), fault=Fault(), log=log)
     assert ended.said == ["placed"], ended.errors
     return max(x.number for x in faults.read_log(root / "log"))
 
 
 def killed_at(children: faults.Children, root: Path, at: int) -> None:
     root.mkdir(exist_ok=True)
-    ended = children.run("test_nvme_starts:place_in_child", root=str(root), fault=Fault("kill", at))
+    ended = children.run(PLACE, root=str(root), fault=Fault("kill", at))
     assert ended.status == -signal.SIGKILL, ended
 
 

@@ -352,46 +352,6 @@ def test_an_output_beside_the_state_is_not_made_in_slices():
     assert not batch.is_deleted()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device_bytes", [3 * 64 * 64 * 4 // 8, 64 * 64 * 4 // 8])
-def test_buckets_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
-    """Whole ones and slices, where leaves are only read."""
-
-    def step_fn(state, x):
-        params, olds, kept = state
-        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
-        triples = zip(params, grads, kept, strict=True)
-        params = [w - 0.1 * g + 0.01 * k for w, g, k in triples]
-        return (params, [0.5 * old for old in olds], kept), {"olds": sum(map(jnp.sum, olds))}
-
-    waited: list[bool] = []
-
-    stream = _stream.stream
-
-    def watched(visits, room, under_way=None):
-        def watch(visit):
-            def update(arrays):
-                found = visit.update(arrays)
-                waited.append(bool(found))
-                return found
-
-            return visit._replace(update=update) if visit.counts else visit
-
-        stream(map(watch, visits), room, under_way)
-
-    monkeypatch.setattr(_stream, "stream", watched)
-
-    def new():
-        return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))
-
-    policy = least_room(step_fn, (new(), BATCH), device_bytes)
-    train_step = small.shard_train_step(step_fn, memory=policy)
-    assert_same(train_step(new(), BATCH), jax.jit(step_fn)(new(), BATCH))
-    assert all(waited)
-    buckets = train_step.plan(new(), BATCH).buckets
-    assert len(waited) == sum(bucket.parts for bucket in buckets)
-
-
 @pytest.mark.parametrize("device_bytes", [64 * 64 * 4 // 4, 2**20])
 def test_old_leaves_are_freed_when_moved_or_overwritten(device_bytes):
     def step_fn(state, x):

@@ -1,6 +1,5 @@
 """Parameters in pinned memory: the same training, and at most so many bytes of them on a device."""
 
-import collections
 import functools
 import re
 from typing import Any
@@ -16,8 +15,7 @@ import parity
 import small
 import zoo
 from jzero.offload.execute import _stream
-from jzero.segments import _programs
-from jzero.sharding.analysis import _residuals, _traffic
+from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
 
 WIDTH, ROWS, STEPS = 16, 16, 3
@@ -66,10 +64,8 @@ def make_step(scan, tx, dtype=None):
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {
-            "loss": loss,
-            "norm": optax.tree.norm(grads),
-        }
+        metrics = {"loss": loss, "norm": optax.tree.norm(grads)}
+        return {"params": params, "opt_state": opt_state}, metrics
 
     return step
 
@@ -141,15 +137,11 @@ def test_an_optimizer_without_state(scan):
     check(scan, clipped=False)
 
 
-@pytest.mark.slow(but=[5])
+@pytest.mark.slow(but=[1])
 @pytest.mark.parametrize(
     "options",
     [
-        {"axes": {"node": 2, "local": 4}},
         {"axes": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"},
-        {"accumulate": 2, "device_bytes": 2**20},
-        {"device_bytes": 9000},
-        {"min_shard_bytes": 0},
         {"full": "head"},
         {"offload": jzero.PinnedHost(device_bytes=3000)},
     ],
@@ -201,11 +193,9 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
     weights = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys]
 
     def train(device_bytes):
+        policy = jzero.PinnedHost(device_bytes=device_bytes)
         train_step = small.shard_train_step(
-            step,
-            mesh=small.mesh(data=num),
-            axes=jzero.Axes(axis_name="batch"),
-            memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=device_bytes)),
+            step, mesh=small.mesh(data=num), axis_name="batch", offload_params=policy
         )
         state = {"w": jnp.copy(weights[0]), "frozen": [*map(jnp.copy, weights[1:])]}
         call = train_step._programs.bind((state, batch(0)), {})
@@ -417,9 +407,7 @@ def test_leaves_that_are_read_as_shards_stay_for_their_iteration(tile_bytes):
 
     params = expected = new_state(True, 4, PLAIN)["params"]
     window = jzero.PinnedHost(device_bytes=2**14)
-    train_step = small.shard_train_step(
-        step, memory=jzero.Memory(params=window), comm=jzero.Comm(tile_bytes=tile_bytes)
-    )
+    train_step = small.shard_train_step(step, offload_params=window, tile_bytes=tile_bytes)
     params = train_step.shard(params)
     for loop in loops_of(train_step, params, batch(0)):
         kept = [loop.body.slices[i].aval.size * 4 for i in loop.body.used_sharded]
@@ -436,38 +424,13 @@ def test_leaves_that_are_read_as_shards_stay_for_their_iteration(tile_bytes):
         zoo.assert_trees_close(found, zoo.to_host((expected, expected_loss)), zoo.FP32, f"step {i}")
 
 
-def gathers_started(train_step, state, *batches):
-    """How often the programs that a step starts gather so many elements; the step cannot run after it."""
-    call = train_step._programs.bind((state, *batches), {})
-    program = train_step._programs.of(call)
-    traced = program.step.dispatched(*_programs.stored_inputs(call, program))
-    found: collections.Counter[int] = collections.Counter()
-    for each in _traffic.collectives(traced):
-        if each.op == "all-gather":
-            found[each.elements] += each.times
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their iterations"])
-def test_each_pass_gathers_each_leaf_once(ahead):
-    room = two_iterations()
-    train_step, state = sharded(True, CLIPPED, device_bytes=room if ahead else room - 1)
-    expected = {2 * WIDTH * WIDTH: 2 * 2 * 4, WIDTH: 2 * 4, WIDTH * WIDTH: 2}
-    assert gathers_started(train_step, state, batch(0)) == expected
-
-
 @pytest.mark.slow
 def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
     """A cast of a layer's slice is a residual of the forward loop, all layers' parameters in it."""
     train_step, state = sharded(True, CLIPPED, dtype=jnp.bfloat16)
     forward, *_ = loops_of(train_step, state, batch(0))
-    kept = [
-        y.aval.shape[1:]
-        for y, kind in zip(forward.results[1], forward.ys, strict=True)
-        if kind != "unread"
-    ]
-    assert kept == [(ROWS // 8, WIDTH)]
+    results = zip(forward.results[1], forward.ys, strict=True)
+    assert [y.aval.shape[1:] for y, kind in results if kind != "unread"] == [(ROWS // 8, WIDTH)]
 
 
 @pytest.mark.parametrize(
@@ -497,11 +460,8 @@ def test_refused_by_name(options, text):
 
 
 def test_other_axes_for_parameters_are_refused():
-    train_step = small.shard_train_step(
-        make_step(True, CLIPPED),
-        mesh=small.auto_mesh(node=2, local=4),
-        memory=jzero.Memory(params=jzero.PinnedHost()),
-        axes=jzero.Axes(params="local"),
-    )
+    mesh = small.auto_mesh(node=2, local=4)
+    options = {"offload_params": jzero.PinnedHost(), "param_axes": "local"}
+    train_step = small.shard_train_step(make_step(True, CLIPPED), mesh=mesh, **options)
     with pytest.raises(jzero.OptionError, match="Use the same axes for"):
         train_step(new_state(True, 4, CLIPPED), batch(0))

@@ -136,14 +136,9 @@ def test_promised_calls_run_on_the_rows_of_each_device(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [27, 2])
-def test_rows_that_devices_do_not_divide(rows):
-    assert gathered(COVERED["once"], x=normal(rows, DIM)) == []
-
-
-@pytest.mark.slow
-def test_microbatches():
-    assert gathered(COVERED["once"], accumulate=2) == []
+@pytest.mark.parametrize(("rows", "accumulate"), [(27, 1), (2, 1), (ROWS, 2)])
+def test_rows_that_devices_do_not_divide_and_microbatches(rows, accumulate):
+    assert gathered(COVERED["once"], x=normal(rows, DIM), accumulate=accumulate) == []
 
 
 def test_each_device_gives_the_host_its_own_rows():
@@ -153,9 +148,8 @@ def test_each_device_gives_the_host_its_own_rows():
         sizes.append(x.shape)
         return x
 
-    step = small.shard_train_step(
-        lambda w, x: (w, jzero.per_example(functools.partial(on_host, note))(x))
-    )
+    fn = jzero.per_example(functools.partial(on_host, note))
+    step = small.shard_train_step(lambda w, x: (w, fn(x)))
     np.testing.assert_array_equal(step(W, X)[1], X)
     assert set(sizes) == {(ROWS // 8, DIM)}
 
@@ -163,9 +157,7 @@ def test_each_device_gives_the_host_its_own_rows():
 def test_without_a_promise_rows_are_gathered_and_the_edit_is_named():
     assert gathered(lambda w, x: softsign(x @ w)) == [("pure_callback", GATHERED)] * 2
     text = rf"pure_callback at .*test_opaque\.py.*{re.escape(GATHERED)}"
-    step = small.shard_train_step(
-        lambda w, x: (w, softsign(x)), comm=jzero.Comm(max_gather_bytes=100)
-    )
+    step = small.shard_train_step(lambda w, x: (w, softsign(x)), max_gather_bytes=100)
     with pytest.raises(jzero.StepError, match=text):
         step(W, X)
 
@@ -208,12 +200,8 @@ def parameter_gradient(w, x):
 
 
 def closes_over_rows(w, x):
-    return (
-        jzero.per_example(lambda y: on_host(np.add, y, x.T.reshape(y.shape)))(
-            jax.lax.stop_gradient(x @ w)
-        )
-        + x @ w
-    )
+    add = jzero.per_example(lambda y: on_host(np.add, y, x.T.reshape(y.shape)))
+    return add(jax.lax.stop_gradient(x @ w)) + x @ w
 
 
 def long_as_the_batch(w, x):
@@ -326,9 +314,7 @@ def test_what_is_no_array_reaches_fn_untouched():
 
 def test_a_module_that_changes():
     norm = nnx.BatchNorm(DIM, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        jzero.StepError, match="fn changes an NNX module .* call the module outside of"
-    ):
+    with pytest.raises(jzero.StepError, match="fn changes an NNX module .* call the module outs"):
         jzero.per_example(lambda x: norm(x))(X.astype(np.float32))
     with pytest.raises(ZeroDivisionError):
         jzero.per_example(lambda x: x * (1 / 0))(X)
@@ -349,9 +335,7 @@ def test_closed_over_rows_that_have_a_gradient():
         h = x @ w
         return jzero.per_example(lambda y: promised(y) * h)(h)
 
-    with pytest.raises(
-        jzero.StepError, match="If it has rows, make it an argument, and name their dim"
-    ):
+    with pytest.raises(jzero.StepError, match="If it has rows, make it an argument, and name"):
         gathered(fn)
 
 
@@ -463,10 +447,6 @@ def numbered(x, out):
     out[...] = x[...] * pl.program_id(0).astype(x.dtype)
 
 
-def numbered_from_the_end(x, out):
-    out[...] = x[...] * pl.program_id(-1).astype(x.dtype)
-
-
 def numbered_columns(x, out):
     out[...] = x[...] * pl.program_id(1).astype(x.dtype)
 
@@ -541,8 +521,9 @@ def test_a_grid_proves_that_rows_are_apart(name):
 
 
 @pytest.mark.slow
-def test_gradients_of_kernels():
-    assert gathered(lambda w, x: tanh_with_gradient(x @ w)) == []
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_kernels(accumulate):
+    assert gathered(lambda w, x: tanh_with_gradient(x @ w), accumulate=accumulate) == []
 
 
 @pytest.mark.slow
@@ -559,11 +540,6 @@ def test_flash_attention_of_jax():
     x, w = normal(8, 16), normal(16, 128 * 16, seed=1) / 4
     with jax.enable_x64(False):
         assert gathered(fn, w.astype(np.float32), x.astype(np.float32), tolerance=1e-5) == []
-
-
-@pytest.mark.slow
-def test_microbatches_of_kernels():
-    assert gathered(lambda w, x: tanh_with_gradient(x @ w), accumulate=2) == []
 
 
 @pytest.mark.slow
@@ -599,7 +575,7 @@ NOT_PROVED = {
     "reads its neighbour": lambda x: kernel(neighbour, x, ins=[spec(*x.shape, index=lambda i: (0, 0))]),
     "adds up along rows": lambda x: kernel(accumulated, x, out=chosen(lambda i: 0), shape=(2, DIM)),
     "which program it is": lambda x: kernel(numbered, x),
-    "which program it is, from the end": lambda x: kernel(numbered_from_the_end, x),
+
     "scratch": lambda x: kernel(
         lambda x, out, scratch: tanh(x, out), x, scratch_shapes=[pltpu.VMEM((2,), x.dtype)]),
     "in the place of an operand": lambda x: kernel(tanh, x, input_output_aliases={0: 0}),
@@ -607,7 +583,7 @@ NOT_PROVED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=[0, 2, 5, 7])
+@pytest.mark.slow(but=[0, 2, 4, 6])
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_near_misses_are_gathered(name):
     assert gathered(of_rows(NOT_PROVED[name])) == [("pallas_call", GATHERED)]

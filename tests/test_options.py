@@ -101,14 +101,9 @@ def check(name, axes, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        pytest.param(ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting))
-        for i, setting in enumerate(SETTINGS)
-    ],
-)  # fmt: skip
-def test_pairs_of_options(name, setting, request):
+@pytest.mark.parametrize("i", range(len(SETTINGS)), ids=[*map(name_of, SETTINGS)])
+def test_pairs_of_options(i, request):
+    name, setting = ENTRIES[7 * i % len(ENTRIES)], SETTINGS[i]
     if setting["tile_bytes"]:
         request.getfixturevalue("no_compilation_cache")
     options = {k: v for k, v in setting.items() if k != "mesh" and v is not None}
@@ -123,9 +118,7 @@ def test_steps_that_need_all_rows_in_a_loop(name):
 @pytest.mark.slow
 def test_every_pair_is_covered():
     covered = set().union(*map(pairs_of, SETTINGS))
-    assert {
-        (("gather", "keep"), ("param_axes", "local")),
-        (("mesh", "8"), ("stage", "3")),
-    } <= covered
+    some = {(("gather", "keep"), ("param_axes", "local")), (("mesh", "8"), ("stage", "3"))}
+    assert some <= covered
     assert (("mesh", "8"), ("accumulate", "2")) not in covered  # 16 rows: one each
     assert len(SETTINGS) < 80

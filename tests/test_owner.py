@@ -147,15 +147,16 @@ def soap(params: Params) -> optax.GradientTransformation:
 
 def mixed(params: Params) -> optax.GradientTransformation:
     """Muon for some, Adam for vectors, and nothing for what is frozen."""
-    labels = {
-        k: "adam" if w.ndim < 2 else "frozen" if k == "w01" else "muon" for k, w in params.items()
-    }
+
+    def label(name: str, w: jax.Array) -> str:
+        return "adam" if w.ndim < 2 else "frozen" if name == "w01" else "muon"
+
     txs = {
         "adam": optax.adam(1e-2),
         "muon": optax.contrib.muon(1e-2),
         "frozen": optax.set_to_zero(),
     }
-    return optax.partition(txs, labels)
+    return optax.partition(txs, {name: label(name, w) for name, w in params.items()})
 
 
 def trains(optimizer: Optimizer, params: Params, num: int = 4, **options: Any) -> None:
@@ -191,11 +192,6 @@ def test_trains_as_on_one_device(optimizer: Optimizer, make: Any, num: int, matr
     trains(optimizer, params, num)
 
 
-@pytest.mark.slow
-def test_one_device_owns_all():
-    assert planned(muon, separate(4, 8, 8), num=1) == {}
-
-
 @pytest.mark.slow(but=[1])
 @pytest.mark.parametrize(
     "options",
@@ -218,11 +214,9 @@ def test_at_each_stage(options: dict[str, Any]):
 @pytest.mark.parametrize("optimizer_axes", [("outer", "inner"), "inner"], ids=str)
 def test_among_the_devices_of_a_shard(optimizer_axes: Any):
     """Hybrid sharding: over both axes, or in each of the replicas."""
-    mesh = mesh_of(2, 2, names=("outer", "inner"))
-    options: dict[str, Any] = {"mesh": mesh, "param_axes": "inner"}
-    trains(
-        muon, {**separate(4, 8, 8), **stacked(2, 8, 8)}, **options, optimizer_axes=optimizer_axes
-    )
+    options = {"param_axes": "inner", "optimizer_axes": optimizer_axes}
+    params = {**separate(4, 8, 8), **stacked(2, 8, 8)}
+    trains(muon, params, mesh=mesh_of(2, 2, names=("outer", "inner")), **options)
 
 
 @pytest.mark.slow
@@ -324,17 +318,6 @@ def test_what_rests_whole_is_cut_and_not_stacked_whole():
     trains(optimizer, params, stage=1)
 
 
-@pytest.mark.slow
-def test_codes_on_the_wire_leave_owners_alone():
-    options = {"gather_dtype": jnp.int8, "reduce_dtype": jnp.int8, "stage": 3}
-    params = separate(4, 16, 16)
-    assert planned(muon, params, **options) == {tuple(params): (1, 4, "")}
-    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **options)
-    report = train_step.describe(state_of(params, muon), BATCHES[0])
-    sent = [c for c in report.traffic if c.op == "all-to-all" and c.dtype != "uint8"]
-    assert [(c.dtype, c.elements) for c in sent] == [("float32", 256)] * 2
-
-
 # -- of a model: what runs it, and what moves ------------------------------------------------------
 
 
@@ -372,16 +355,12 @@ def test_report():
     train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4))
     report = train_step.describe(state_of(params, muon), BATCHES[0])
     text = " ".join(str(report).split())
-    assert (
-        "The update of 4 x float32[8,8] of state[0]['w{00..03}'] is distributed: 1 on each device."
-    ) in text
-    assert (
-        "The update of 6 x float32[8,16] of state[0]['w'] is distributed: 2 on each device." in text
-    )
-    assert (
-        "Every device gathers and updates 1 x float32[12,16] of state[0]['alone']: "
-        "no other update is like it."
-    ) in text
+    for line in (
+        "The update of 4 x float32[8,8] of state[0]['w{00..03}'] is distributed: 1 on each device.",
+        "The update of 6 x float32[8,16] of state[0]['w'] is distributed: 2 on each device.",
+        "Every device gathers and updates 1 x float32[12,16] of state[0]['alone']: no other update is",
+    ):
+        assert line in text
     rows = report.to_dict()["owners"]
     assert [(row["num"], row["each"], bool(row["why"])) for row in rows] == [
         (1, 1, True), (6, 2, False), (4, 1, False),
@@ -403,11 +382,6 @@ def coupled_with(update: Callable[[Params, Params], Params]) -> Optimizer:
     return make
 
 
-def zero_of_the_first(steps: Params, params: Params) -> Params:
-    zero = 0 * params["w00"]
-    return {k: jnp.where(jnp.isfinite(u).all(), u, zero) for k, u in steps.items()}
-
-
 def orthogonal_to_the_first(steps: Params, params: Params) -> Params:
     first, second = steps["w00"], steps["w01"]
     return {**steps, "w01": second - first * jnp.vdot(first, second)}
@@ -417,10 +391,7 @@ def each_of_the_other(steps: Params, params: Params) -> Params:
     return {"w00": steps["w00"] + steps["w01"], "w01": steps["w01"] - steps["w00"]}
 
 
-@pytest.mark.parametrize(
-    ("update", "num"),
-    [(zero_of_the_first, 3), (orthogonal_to_the_first, 3), (each_of_the_other, 2)],
-)
+@pytest.mark.parametrize(("update", "num"), [(orthogonal_to_the_first, 3), (each_of_the_other, 2)])
 def test_names_of_updates_that_are_coupled(update: Any, num: int):
     """Each is called after the leaf that it makes, and not after one whose dims are linked with its own."""
     params = separate(num, 8, 8)
@@ -568,20 +539,3 @@ def test_state_on_the_hosts_and_tensor_axes_have_no_owners():
 def test_matrices_that_rest_whole():
     """Below `min_shard_bytes` nothing is sent anywhere, and every device computes."""
     assert planned(muon, separate(4, 8, 8), min_shard_bytes=2**20) == {}
-
-
-@pytest.mark.slow
-def test_two_updates_in_one_step():
-    """The second update of a leaf follows from the first, through the loss: one group, then another."""
-    once = make_step(muon)
-
-    def step(state: Any, batch: jax.Array) -> Any:
-        return once(once(state, batch)[0], batch)
-
-    params = separate(4, 8, 8)
-    train_step = small.shard_train_step(step, mesh=mesh_of(4))
-    plan = train_step.plan(state_of(params, muon), BATCHES[0])
-    assert [(o.each, o.num, o.why) for o in plan.owned] == [(1, 4, "")] * 2
-    assert_same_training(
-        step, lambda: state_of(params, muon), BATCHES, mesh=mesh_of(4), tolerance=ROUNDED
-    )
