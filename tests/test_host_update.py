@@ -15,7 +15,7 @@ from jax import lax
 import jzero
 import small
 from host_updates import call, compiler, on_host, problem, random, reference, ulps  # noqa: F401
-from jzero.offload.kernels._code_paths import KEPT, KERNEL, XLA, code_paths_text
+from jzero.offload.kernels._code_paths import KERNEL, XLA
 from jzero.offload.kernels._host_update import HostUpdate, default_threads
 from jzero.offload.kernels._kernel import LANES
 from jzero.offload.kernels._loops import BLOCK
@@ -162,32 +162,6 @@ def test_xla_reads_what_a_kernel_overwrites():
     call(update, (w, rows), ())
     np.testing.assert_allclose(w, expected[0], rtol=1e-5)
     np.testing.assert_allclose(rows, expected[1], rtol=1e-5)
-
-
-def test_describe_says_why(compiler: str):  # noqa: F811
-    w, rows, count, kept = host(20, 8), host(8), host(), host(4)
-    update = HostUpdate(
-        lambda state, _: (
-            (state[0] / jnp.linalg.norm(state[0]), state[0].sum(0), state[2] + 1, state[3]),
-            (),
-        ),
-        (w, rows, count, kept),
-        (),
-        names=["w", "rows", "count", "kept"],
-    )
-    assert update.code_paths[-1].by == KEPT
-    assert described(update).splitlines() == [
-        "1 kernels",
-        "1 of 4 leaves in one pass each",
-        *[
-            "these by XLA, a block at a time, as llvmlite is not installed: pip install 'jzero[offload]' for "
-            "kernels, about 5 times as fast"
-        ]
-        * (compiler == "XLA"),
-        "by a kernel, after XLA (reduce_sum of float32[20,8]): w",
-        "by XLA (reduce_sum of float32[20,8]): rows",
-        "by XLA (a scalar): count",
-    ]
 
 
 @pytest.mark.slow
@@ -372,7 +346,7 @@ W = np.zeros((2, 4), np.float32)
     ("states", "found"),
     [
         ([[W.T.copy(), W]], r"w float32\[4,2\] instead of float32\[2,4\]"),
-        ([[W.astype(np.int32), W]], r"w int32\[2,4\] instead of float32\[2,4\]"),
+
         ([[W.copy("F"), W]], r"w float32\[2,4\] is no writable NumPy array in C order"),
         ([[jnp.zeros((2, 4)), W]], r"w float32\[2,4\] is no writable NumPy array in C order"),
         ([[W, W]], r"ema float32\[2,4\] is in the memory of w"),
@@ -393,7 +367,7 @@ def test_memory_that_cannot_be_updated(states: Any, found: str):
         ([jnp.zeros(4), jnp.zeros(4)], [host_empty((4,), np.float32)], "2 arrays instead of 1"),
         ([jnp.zeros(3)], [host_empty((4,), np.float32)], r"inputs\[0\] float32\[3\] instead of float32\[4\]"),
         ([jnp.zeros(4)], [], "0 arrays instead of 1"),
-        ([jnp.zeros(4)], [host_empty((4,), np.int32)], r"outputs\[0\] int32\[4\] instead of float32\[4\]"),
+
         ([jnp.zeros(4)], [jnp.zeros(4)], r"outputs\[0\] float32\[4\] is no writable NumPy array in C order"),
     ],
 )  # fmt: skip

@@ -7,16 +7,13 @@ import pathlib
 import random
 import time
 import zlib
-from typing import Any
 
 import pytest
 
 import jzero
 from jzero.offload.nvme._tile_layout import PAGE
-from nvme_state import SPECS, check, made, reopen
-from test_hostile_files import Timed, mutated
-
-FILES = sorted(SPECS)
+from nvme_state import check, made, reopen
+from test_hostile_files import mutated
 
 
 def page_of(text: bytes) -> bytes:
@@ -118,73 +115,3 @@ def test_mutated_headers_with_right_checksums(in_place, tmp_path):
     assert disk.seconds < 5
     with reopen(tmp_path, in_place) as files:
         check(files, 1)
-
-
-BOTH: dict[str, tuple[Any, str]] = {
-    "generation": ("x", "generation is 'x', not an integer"),
-    "state": ("done", "its state is 'done', with step"),
-    "slot": (-1, "slot is -1"),
-    "slots": (0, "its slot is 0, of 0"),
-    "about_bytes": (10**15, "its description has 1000000000000000 bytes, and the file"),
-    "about_crc": (2**32, "about_crc is 4294967296"),
-    "size": (10**18, "to 1000000000000000000|was made with 1000000000000000000"),
-    "zzz": (1, "it has 'zzz', which is no field"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("field", BOTH)
-def test_what_is_said_of_a_header(field, tmp_path):
-    value, said = BOTH[field]
-    refused(tmp_path, lambda fields: {**fields, field: value}, said)
-
-
-@pytest.mark.slow
-def test_headers_that_do_not_go_together(tmp_path):
-    def same_step(fields):
-        return {**fields, "step": 1}
-
-    def other_slot(fields):
-        return {**fields, "slot": 1 - fields["slot"]}
-
-    def other_file(fields):
-        return {**fields, "num_tiles": fields["num_tiles"] + fields["slot"]}
-
-    refused(tmp_path / "a", same_step, "has headers that are none: both are of step 1")
-    refused(tmp_path / "b", other_slot, "has the other header in the place of 1: it is of slot 1")
-    refused(tmp_path / "c", other_file, "has headers of two files: they differ in more than")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("about", "text"),
-    [
-        (b"[" * 3000 + b"]" * 3000, "it is 3000 values deep"),
-        (b"\xff\xfe", "it is not JSON"),
-        (b"{}", "identity is missing; tiles is missing; frozen is missing"),
-        (b'{"frozen": false, "identity": NaN, "tiles": []}', "NaN is no number"),
-        (b'{"frozen": false, "identity": 1, "tiles": [[[1]]]}', r"\[1\] is no part of a leaf"),
-        (b'{"frozen": false, "identity": {"a": "\\u202e"}, "tiles": []}', r"u202e.*there, and "),
-    ],
-)
-def test_what_is_said_of_a_description(about, text, tmp_path):
-    padded = about.ljust(len(SPECS[FILES[0]].about()))[:PAGE]
-    says = {"about_bytes": len(padded), "about_crc": zlib.crc32(padded)}
-    refused(tmp_path, lambda fields: {**fields, **says}, text, padded)
-
-
-def refused(root: pathlib.Path, change, text: str, about: bytes | None = None) -> None:
-    root.mkdir(exist_ok=True)
-    disk = Disk(root, in_place=False)
-    path = root / "run" / FILES[0]
-    for k in range(2):
-        fields = json.loads(text_of(disk.whole[path][k * PAGE : (k + 1) * PAGE]))
-        write(path, k * PAGE, page_of(json.dumps(change(fields)).encode()))
-    if about is not None:
-        write(path, 2 * PAGE, about)
-    timed = Timed()
-    with pytest.raises(jzero.StateError, match=text) as caught:
-        timed(lambda: reopen(root))
-    assert FILES[0] in str(caught.value)
-    assert "Nothing was overwritten." in str(caught.value) or "Restore the" in str(caught.value)
-    assert timed.worst < 5

@@ -76,19 +76,6 @@ def greedy(params, prompt, key):
     return made, cache[0].sum()
 
 
-def sampled(params, prompt, key):
-    """A key for each iteration, in a stack."""
-
-    def iteration(carry, own):
-        token, cache, t = carry
-        logits, cache = logits_of(params, token, cache, t)
-        drawn = jax.random.categorical(own, logits, axis=-1).astype(prompt.dtype)
-        return (drawn, cache, t + 1), drawn
-
-    start = prompt[:, 0], cache_of(params, len(prompt)), 0
-    return lax.scan(iteration, start, jax.random.split(key, CONTEXT - 1))[1]
-
-
 def stopped(params, prompt, key):
     """A `while_loop` until each row has ended, or there is no room."""
 
@@ -139,7 +126,7 @@ def beams(params, prompt, key):
     return lax.scan(of_prompt, None, prompt[:, :2].T)[1]
 
 
-ASKED = {f.__name__: f for f in (forward, greedy, sampled, stopped, beams)}
+ASKED = {f.__name__: f for f in (forward, greedy, stopped, beams)}
 one_device = functools.cache(jax.jit)
 
 

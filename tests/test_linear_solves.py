@@ -1,4 +1,4 @@
-"""Implicit solves: JAX's own, and those of lineax, whose primitive is rebuilt here (it is no dependency)."""
+"""Solves of lineax, whose primitive is rebuilt here (it is no dependency); JAX's own are in tests/zoo."""
 
 from typing import Any
 
@@ -63,32 +63,11 @@ def of_each_row(x: Any) -> Any:
     return jax.vmap(lineax_solve)(matrices, x).mean(0)
 
 
-def custom(x: Any) -> Any:
-    a = gram(x)
-    return jax.lax.custom_linear_solve(
-        lambda v: a @ v,
-        x.sum(0),
-        lambda _, b: jnp.linalg.solve(a, b),
-        lambda _, b: jnp.linalg.solve(a.T, b),
-    )
-
-
-def conjugate_gradients(x: Any) -> Any:
-    a = gram(x)
-    return jax.scipy.sparse.linalg.cg(lambda v: a @ v, x.sum(0))[0]
-
-
-def of_numpy(x: Any) -> Any:
-    return jnp.linalg.solve(gram(x), x.sum(0))
-
-
-@pytest.mark.slow(but=[4, 13])
+@pytest.mark.slow(but=[4])
 @pytest.mark.parametrize(
     "options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "accumulate": 2}], ids=str
 )
-@pytest.mark.parametrize(
-    "solve", [of_lineax, in_a_loop, of_each_row, custom, conjugate_gradients, of_numpy]
-)
+@pytest.mark.parametrize("solve", [of_lineax, in_a_loop, of_each_row])
 def test_a_solve_of_the_whole_batch(solve, options):
     def step_fn(w: Any, x: Any) -> Any:
         ridge = solve(x)
@@ -96,9 +75,6 @@ def test_a_solve_of_the_whole_batch(solve, options):
         return w - 0.1 * grad, loss
 
     w = jnp.ones((4, 4))
-    found, expected = (
-        small.shard_train_step(step_fn, **options)(w, X),
-        jax.jit(step_fn)(w, X),
-    )
-    for x, y in zip(found, expected, strict=True):
+    found = small.shard_train_step(step_fn, **options)(w, X)
+    for x, y in zip(found, jax.jit(step_fn)(w, X), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
