@@ -188,7 +188,7 @@ def test_mutated_files_are_imported_right(tmp_path):
     """A sample of those that can be read, and of those that cannot, all the way to a checkpoint and back."""
     rng, timed, num = random.Random(1), Timed(), 0
     path, ck, out = (tmp_path / name for name in ("in.safetensors", "ck", "out.safetensors"))
-    for i in range(150):
+    for i in range(300):
         save_file(arrays(rng), path)
         data = mutated_file(rng, path.read_bytes())
         path.write_bytes(data)

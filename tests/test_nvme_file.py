@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pathlib
 import re
-import resource
 import sys
 import threading
 import zlib
@@ -214,10 +213,10 @@ def test_a_dropped_pin_keeps_nothing(tmp_path):
 def test_a_file_of_another_length(size, left):
     path = path_of(left)
     whole = path.stat().st_size
-    os.truncate(path, size if size >= 0 else whole + size)
-    refused(left, "it was cut")
     os.truncate(path, whole + 1)
     refused(left, "is too long")
+    os.truncate(path, size if size >= 0 else whole + size)
+    refused(left, "it was cut")
     path.unlink()
     refused(left, "device-0.tiles is not there")
 
@@ -256,16 +255,13 @@ def test_another_programs_file(left):
 
 
 def test_another_version(left):
-    version = 7
     raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
     _, _, text = raw.partition(b"\n")
-    text = text.replace(b'"version": 3', b'"version": %d' % version)
+    text = text.replace(b'"version": 3', b'"version": 7')
     with path_of(left).open("r+b") as file:
         file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
-    refused(
-        left, f"has version {version} of the format. This version of jzero reads and writes ver"
-    )
-    with pytest.raises(jzero.OptionError, match=f"has version {version} of the format, and not 3"):
+    refused(left, "has version 7 of the format. This version of jzero reads and writes version 3")
+    with pytest.raises(jzero.OptionError, match="has version 7 of the format, and not 3"):
         create(left)
 
 
@@ -544,23 +540,6 @@ def test_a_full_disk(tmp_path):
         with TileFiles.create(root / "a", specs, in_place=True) as files:
             assert not why_not(files)
             assert disk_bytes(files) < free
-
-
-def small_files(root: pathlib.Path) -> str:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * PAGE, 8 * PAGE))
-    try:
-        create(root)
-    except jzero.OptionError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_files_that_may_not_be_so_long(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        said = pool.apply(small_files, (tmp_path,))
-    assert "are free: File too large. All of their space is reserved" in said
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_closed_by_others(left, monkeypatch):

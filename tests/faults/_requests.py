@@ -16,19 +16,15 @@ from typing import NamedTuple
 
 PROXY = "JZERO_TEST_PROXY"  # What the environment calls its endpoint.
 CONTROL = "/-/disarm"  # What a client asks for when nothing is to fail any more.
-# Nothing happens; the client is killed before its request is passed on, or after it, before the answer; an
-# error is answered; the connection ends before the request is passed on, or after it; the answer ends
-# halfway; the request is passed on late, or its answer; lists are those of before.
-REQUEST_ACTIONS = (
-    "count", "kill", "kill_after", "answer", "drop", "lose", "cut", "hold", "delay", "stale"
-)  # fmt: skip
 
 
 class RequestFault(NamedTuple):
     """What happens at one request.
 
     Attributes:
-      action: one of `REQUEST_ACTIONS`.
+      action: "count", nothing; "kill", the client before its request is passed on, or "kill_after" that,
+        before the answer; so "stop" and "stop_after"; "answer" an error; "drop" the connection before the
+        request is passed on, or "lose" it after; "cut" the answer; "stale", lists are those of before.
       at: the number of the request, from 1.
       status: of an "answer".
       ever: at all requests from this one on.
