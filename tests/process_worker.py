@@ -262,13 +262,18 @@ def one_cannot_write(folder):
     sharded = jzero.shard_train_step(train_step)
     state = sharded.init(new_state)
     with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
+
+        def save():
+            checkpointer.save(2, state)
+            checkpointer.wait()
+
         checkpointer.save(1, state)
         checkpointer.wait()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if is_odd_one():
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        _, *texts = told(lambda: (checkpointer.save(2, state), checkpointer.wait()))
+        _, *texts = told(save)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         saved = checkpointer.save(2, state)
         checkpointer.wait()

@@ -252,7 +252,8 @@ def test_padding_stays_zero(stage):
 
     w = jnp.ones((51, 9))
     train_step = on(8, step_fn=step_fn, stage=stage)
-    state = expected = w, w
+    state: Any = (w, w)
+    expected = state
     for _ in range(3):
         state, expected = train_step(state, BATCH), jax.jit(step_fn)(expected, BATCH)
     assert_same(state, expected)

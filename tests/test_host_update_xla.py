@@ -85,7 +85,8 @@ def test_primitive(name: str, dtype: str):
 @pytest.mark.parametrize("divisor", [*ops.DIVISORS, *ops.UNUSUAL])
 def test_division_by_one_number(divisor: float):
     args = [ops.dividends(), np.array(divisor, np.float32)]
-    assert_equal(*outputs_of_both(lambda x, y: x / y, args), divisor)
+    x, y = outputs_of_both(lambda x, y: x / y, args)
+    assert_equal(x, y, divisor)
 
 
 STEPS = """if True:

@@ -1,5 +1,6 @@
 """`jzero.ir._layout`: what layouts mean, on real arrays, and conversions as programs of 8 devices."""
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -66,7 +67,8 @@ def terms_of(layout, value, mesh):
 
 def assembled(layout, blocks, mesh):
     """The whole value, of all blocks: each element once for each replica, and all replicas equal."""
-    terms = defaultdict(lambda: np.full(layout.shape, np.nan, np.float32))
+    unknown = functools.partial(np.full, layout.shape, np.nan, np.float32)
+    terms: dict[tuple[int, ...], np.ndarray] = defaultdict(unknown)
     for device, block in zip(devices(mesh), blocks, strict=True):
         assert block.shape == layout.local_shape
         own = positions(layout, device)

@@ -162,6 +162,10 @@ def test_used_on_explicit_axes(kind):
 
 
 def test_a_plain_array_comes_of_it(leaf):
+    places = {"in host memory", "in files"}
+    assert leaf.where == next((place for place in places if place in repr(leaf)), "on devices")
+    assert (leaf.codes is None) == (leaf.error is None)
+    assert ("padded to" in repr(leaf)) == (leaf.storage.shape != leaf.shape and leaf.codes is None)
     assert isinstance(leaf, jax.Array)
     for plain in (jax.device_put(leaf), jax.device_put(leaf, leaf.sharding), jnp.asarray(leaf)):
         assert type(plain) is type(jnp.ones(()))
@@ -172,10 +176,6 @@ def test_a_plain_array_comes_of_it(leaf):
     assert leaf.is_fully_replicated == padded
     assert (leaf.devices(), leaf.device) == (set(jax.devices()), leaf.sharding)
     assert f"{leaf}".startswith(f"{type(leaf).__name__}(shape={leaf.shape}, dtype=float32")
-    places = {"in host memory", "in files"}
-    assert leaf.where == next((place for place in places if place in repr(leaf)), "on devices")
-    assert (leaf.codes is None) == (leaf.error is None)
-    assert ("padded to" in repr(leaf)) == (leaf.storage.shape != leaf.shape and leaf.codes is None)
 
 
 @pytest.mark.parametrize("new", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer])

@@ -1,5 +1,6 @@
 """Parameters in pinned memory: the same training, and at most so many bytes of them on a device."""
 
+import collections
 import functools
 import re
 from typing import Any
@@ -15,7 +16,8 @@ import parity
 import small
 import zoo
 from jzero.offload.execute import _stream
-from jzero.sharding.analysis import _residuals
+from jzero.segments import _programs
+from jzero.sharding.analysis import _residuals, _traffic
 from jzero.sharding.cut import _layer_parts
 
 WIDTH, ROWS, STEPS = 16, 16, 3
@@ -422,6 +424,27 @@ def test_leaves_that_are_read_as_shards_stay_for_their_iteration(tile_bytes):
         params, loss = train_step(params, batch(i))
         found = zoo.to_host((train_step.unshard(params), loss))
         zoo.assert_trees_close(found, zoo.to_host((expected, expected_loss)), zoo.FP32, f"step {i}")
+
+
+def gathers_started(train_step, state, *batches):
+    """How often the programs that a step starts gather so many elements; the step cannot run after it."""
+    call = train_step._programs.bind((state, *batches), {})
+    program = train_step._programs.of(call)
+    traced = program.step.dispatched(*_programs.stored_inputs(call, program))
+    found: collections.Counter[int] = collections.Counter()
+    for each in _traffic.collectives(traced):
+        if each.op == "all-gather":
+            found[each.elements] += each.times
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their iterations"])
+def test_each_pass_gathers_each_leaf_once(ahead):
+    room = two_iterations()
+    train_step, state = sharded(True, CLIPPED, device_bytes=room if ahead else room - 1)
+    expected = {2 * WIDTH * WIDTH: 2 * 2 * 4, WIDTH: 2 * 4, WIDTH * WIDTH: 2}
+    assert gathers_started(train_step, state, batch(0)) == expected
 
 
 @pytest.mark.slow

@@ -231,7 +231,8 @@ def test_it_prints_as_a_table():
 
 def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_iteration():
     w, g, m = floats(1024, "parameter"), floats(1024, "gradient"), floats(2048, "optimizer state")
-    body = *[Fetch((Slice(w),), PINNED)] * 2, Run("a layer"), Send((Slice(g),), NVME)
+    fetch = Fetch((Slice(w),), PINNED)
+    body = fetch, fetch, Run("a layer"), Send((Slice(g),), NVME)
     ops = (
         Wait(g, 2), Fetch((w,), NVME), Fetch((g,), PINNED), Fetch((w,), NVME), Loop(body, 4, "model.py:7"),
         Loop((Run("a token"),), None, ""), Update(NVME, (m, m, w), (g,)), Commit(NVME),
