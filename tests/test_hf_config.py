@@ -168,6 +168,7 @@ KNOWN = "There are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, mix
          "num_attention_heads of config is 33. Heads divide the width, 4096."),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads of config is 5. They divide the heads"),
         (GPT2 | {"n_head": 5}, "n_head of config is 5. Heads divide the width, 768."),
+        (VIT | {"num_attention_heads": 5}, "num_attention_heads of config is 5. Heads divide the"),
         (VIT | {"patch_size": 225}, "patch_size of config is 225. A patch is no larger than the image, 224."),
         (LLAMA | {"quantization_config": {"bits": 4}}, "Parameters of a quantised model are packed"),
         ({key: x for key, x in PUBLISHED["Qwen3-8B"][0].items() if key != "num_key_value_heads"},

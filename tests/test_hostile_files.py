@@ -398,29 +398,6 @@ def test_what_is_json():
     assert _json.parse(json.dumps([deep]).encode()) == [deep]
 
 
-FORM = {
-    "name": str, "roles": _json.Maybe({str: str}), "sizes": [int],
-    "writer": (str, {"of": str}), "time": _json.Maybe(float),
-}  # fmt: skip
-
-
-def test_forms():
-    right = {"name": "a", "sizes": [1, 2], "writer": {"of": "x"}, "more": 1, "roles": None}
-    assert _json.check(right, FORM) == []
-    wrong = {"roles": {"params/w": 1}, "sizes": [1, True], "writer": 3, "time": 1}
-    assert _json.check(wrong, FORM) == [
-        "roles.'params/w' is 1, not a text",
-        "sizes.1 is True, not an integer",
-        "writer is 3, not a text",
-        "time is 1, not a number with a fraction",
-        "name is missing",
-    ]
-    assert _json.check([], FORM) == ["it is [], not an object"]
-    assert _json.check({"a": "a" * 10**6}, {"a": int}) == [
-        f"a is '{'a' * 37}...{'a' * 38}', not an integer"
-    ]
-
-
 # The JSON of a checkpoint: through everything that reads it.
 
 

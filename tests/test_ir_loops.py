@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 from jzero.ir._loops import Scan, ScanBuilder, opened, pipelined
-from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -92,23 +91,6 @@ lengths = pytest.mark.parametrize("length", LENGTHS)
 directions = pytest.mark.parametrize("reverse", [False, True])
 
 
-def test_a_writer_writes_a_function():
-    traced = _jaxpr.trace_here(lambda x: x + 1, jnp.ones((2, 3)))
-    (eqn,) = traced.jaxpr.eqns
-    (x,) = traced.jaxpr.invars
-    writer = JaxprWriter(eqn)
-    table = np.arange(6.0).reshape(2, 3)
-    (y,) = writer.trace(lambda x: x * table, x)
-    zeros = [writer.full(0.5, x.aval) for _ in range(2)]
-    assert zeros[0] is zeros[1]
-    (z,) = writer.add(lax.add_p, [y, zeros[0]])
-    assert (z.aval.shape, z.aval.dtype) == ((2, 3), jnp.float64)
-    assert all(e.source_info is eqn.source_info for e in writer.eqns)
-    program = writer.close(traced.jaxpr, [x], [z])
-    (found,) = _jaxpr.evaluate(program, writer.consts, np.full((2, 3), 2.0))
-    np.testing.assert_array_equal(found, table * 2 + 0.5)
-
-
 @forms
 @lengths
 @directions
@@ -149,14 +131,6 @@ def test_pipelined_an_iteration_makes_what_the_next_one_needs(form, name, length
 
     fn, args = form(length, reverse)
     check(fn, args, change)
-
-
-def test_pipelined_refuses_what_iterations_hand_on():
-    traced = _jaxpr.trace_here(both(3, False)[0], *both(3, False)[1])
-    (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
-    scan = Scan.of(eqn)
-    with pytest.raises(AssertionError, match="depends on a carry"):
-        pipelined(scan, [_jaxpr.variable(port.after) for port in scan.carries])
 
 
 def test_turns_that_print_keep_their_order(capfd):

@@ -1,4 +1,4 @@
-"""Layers with parameters on the hosts, for GPUs: an iteration gathers for the next beside its products."""
+"""Layers with parameters on the hosts, for GPUs: copies run beside an iteration's products."""
 
 import functools
 import re
@@ -11,10 +11,8 @@ import pytest
 import gpu_compiler
 import jzero
 import small
-from jzero.ir._regions import variables
 from jzero.offload import _layer_programs
 from jzero.preflight import _examined, _preflight, _schedule
-from jzero.sharding.cut import _layer_parts
 from jzero.targets._target import Topology, find_target
 
 gpu_compiler.skip_without_it()
@@ -52,62 +50,6 @@ def layered():
     state = new_state()
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
     return mesh, train_step, state, x
-
-
-@functools.cache
-def cut():
-    mesh, train_step, state, x = layered()
-    call = train_step._programs.bind((state, x), {})
-    return mesh, train_step._programs.of(call).step.layered
-
-
-def compiled(loop):
-    """The program of an iteration that gathers for the next one."""
-    mesh, segment = cut()
-    programs = segment._programs
-
-    def array(aval, form):
-        shape = (8, *aval.shape) if form.stacked else aval.shape
-        sizes = [8 if axes and not form.stacked else 1 for axes in form.spec]
-        sizes += [1] * (len(shape) - len(sizes))
-        shape = tuple(n * size for n, size in zip(shape, sizes, strict=True))
-        sharding = jax.NamedSharding(mesh, form.spec)
-        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding)
-
-    own = programs._default
-    consts, init, _ = loop.operands
-    slices = [
-        array(v.aval, programs.form(leaf).of_slice)
-        for v, leaf in zip(loop.body.slices, loop.leaves, strict=True)
-    ]
-    xs = loop.body.invars[len(consts) + len(init) :]
-    read = [v for v, kind in zip(xs, loop.xs, strict=True) if kind == _layer_parts.SLICES]
-    i = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
-    lowered = programs.iteration(loop, gathers=True).lower(
-        [array(v.aval, programs.form(v)) for v in variables(consts)],
-        [array(v.aval, own) for v in init],
-        [array(v.aval, own) for v in loop.body.gathered],
-        [slices[j] for j in loop.body.used_sharded],
-        [array(v.aval, own) for v in read],
-        [],
-        [array(v.aval, programs.form(v)) for v in loop.made(_layer_parts.STACK)],
-        i,
-        slices,
-    )  # fmt: skip
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
-def test_gathers_run_beside_products(which):
-    _, segment = cut()
-    loop = [part for part in segment.parts if isinstance(part, _layer_parts.ScannedLayers)][which]
-    text = str(compiled(loop).as_text())
-    found = _schedule.read_schedule(text, {"data": 8}, H200, Topology(1, 8))
-    gathers = [c for c in found.collectives if c.op == "all-gather"]
-    assert sum(c.whole_bytes for c in gathers) == 2 * 3 * 4 * WIDTH**2
-    # All of the forward pass's; backwards a reduction is awaited while the gather runs.
-    assert all((c.hidden or 0.0) >= (1.0, 0.7)[which] for c in gathers)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
 
 import small
 from zoo.sampling import check, loops
@@ -191,35 +190,6 @@ def test_a_sum_stays_whole(stage):
     mesh = jax.make_mesh((NUM,), ("data",))
     train_step = small.shard_train_step(step, stage=stage, mesh=mesh, **options)
     assert_equal(train_step(params, sequence), jax.jit(step)(params, sequence))
-
-
-@pytest.mark.parametrize("where", ["in the iteration", "in a branch of it"])
-def test_callbacks_are_called_in_each_iteration(where):
-    calls: list[None] = []
-
-    def number(_):
-        calls.append(None)
-        return np.float64(len(calls))
-
-    def call(w):
-        return io_callback(number, jax.ShapeDtypeStruct((), jnp.float64), w, ordered=True)
-
-    def turn(w, total, row):
-        inside = where == "in the iteration"
-        read = call(w[0, 0]) if inside else lax.cond(w[0, 0] > 0, call, jnp.sum, w[0, 0])
-        return total + read * row[0], None
-
-    def step(w, x):
-        return w, lax.scan(functools.partial(turn, w), 0.0, x)[0]
-
-    w, x = drawn(16)
-    train_step = small.shard_train_step(step, stage=0, mesh=jax.make_mesh((NUM,), ("data",)))
-    found = []
-    for fn in (jax.jit(step), train_step):
-        calls.clear()
-        found.append(jax.tree.map(np.asarray, fn(w, x)))
-        assert len(calls) == 16
-    assert_equal(*found)
 
 
 # -- who runs which iterations ---------------------------------------------------------------------------

@@ -97,12 +97,6 @@ def layer(p, x):
     return jnp.tanh(x @ p["a"]) @ p["b"]
 
 
-def divided_by_a_count(p, x):
-    kept = x[:, 0] > 0
-    losses = jnp.sum(layer(p, x) ** 2, 1)
-    return jnp.sum(losses * kept) / jnp.sum(kept), {"count": jnp.sum(kept), "losses": losses}
-
-
 def test_keys_of_rows():
     def loss(p, batch):
         noise = jax.vmap(lambda key: jax.random.normal(key, (32,)))(batch["key"])
@@ -111,25 +105,6 @@ def test_keys_of_rows():
 
     keys = jax.random.split(jax.random.key(0), 16)
     train((*mean_of_rows(loss), {"x": steps.rows(16, 32), "key": keys}), accumulate=2)
-
-
-@pytest.mark.slow
-def test_a_gradient_of_a_gradient():
-    """SAM: the second pass needs the first one's gradient, of all microbatches."""
-    init, step = mean_of_rows(divided_by_a_count)
-
-    def sam(state, x):
-        g = jax.grad(lambda p: divided_by_a_count(p, x)[0])(state[0])
-        norm = optax.tree.norm(g)
-        moved = jax.tree.map(lambda p, g: p + 0.05 * g / norm, state[0], g)
-        (_, opt_state), metrics = step((moved, state[1]), x)
-        return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], g), opt_state), metrics
-
-    train_step, found = train((init, sam, steps.rows(32, 32)), accumulate=2)
-    assert len(loops(found)) > 2
-    report = train_step.describe(init(), steps.rows(32, 32))
-    assert report.loops.num == len(loops(found))
-    assert 1 < report.loops.repeats < 3
 
 
 # -- what the loops do ---------------------------------------------------------------------------------

@@ -28,7 +28,21 @@ from jzero.offload.nvme._file import headers
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
 from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._tile_layout import Extent, LeafRange, TileLayout
-from nvme_state import SPECS, check, create, fill, made, new_ring, numbers, reopen, train
+from nvme_state import (
+    SPECS,
+    check,
+    create,
+    disk_bytes,
+    fill,
+    made,
+    new_ring,
+    numbers,
+    remove,
+    reopen,
+    step_bytes,
+    train,
+    why_not,
+)
 
 FIRST = next(iter(SPECS))
 PAGE = 4096

@@ -114,30 +114,6 @@ def test_leaves_come_back(tmp_path: Path):
     assert leaves["w"].buffer_bytes < leaves["m"].buffer_bytes <= TILE_BYTES
 
 
-def test_a_slice_is_read_by_itself_and_without_a_copy(tmp_path: Path, monkeypatch: Any):
-    """What is whole pages goes where it belongs, and nothing else of its tile is read."""
-    leaves, read = filled(spec_in(tmp_path)), []
-    read_lone = TileFiles.read_lone
-
-    def noted(files: TileFiles, at: Any, i: int, buffer: np.ndarray) -> None:
-        read.append((buffer.ctypes.data, files.layouts[at.file].tiles[at.tile][i].nbytes))
-        read_lone(files, at, i, buffer)
-
-    monkeypatch.setattr(TileFiles, "read_lone", noted)
-    monkeypatch.delattr(TileFiles, "read")
-    out = pages(2**14)  # a slice of w
-    leaves["w"].read_range(out, 1, 2**14)
-    start = out.ctypes.data
-    assert sum(nbytes for _, nbytes in read) == 2**14
-    assert [at for at, _ in read] == [start + sum(n for _, n in read[:k]) for k in range(len(read))]
-    np.testing.assert_array_equal(out, shard("w", 1)[2**14 : 2**15])
-    read.clear()
-    leaves["scale"].read_range(out[:100], 0, 200)
-    assert len(read) == 1
-    assert read[0][0] != start
-    np.testing.assert_array_equal(out[:100], shard("scale", 0)[200:300])
-
-
 def test_files_of_what_is_frozen(tmp_path: Path):
     """They come after the others, and steps go on without them; a leaf of them is renewed like any."""
     spec = spec_in(tmp_path)

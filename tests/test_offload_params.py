@@ -287,28 +287,6 @@ SHARDS = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH)
 WHOLE = 8 * SHARDS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
-@pytest.mark.parametrize(
-    ("scan", "device_bytes"),
-    [(True, 9000), (True, 2**14), (False, 9000)],
-    ids=["scanned", "scanned, gathers ahead", "unrolled"],
-)
-def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
-    """Between any two programs the devices hold a part's parameters, and the layers' inputs."""
-
-    def peak(layers):
-        options = dict(layers=layers, device_bytes=device_bytes, offload=jzero.HostCPU())
-        train_step, state = sharded(scan, CLIPPED, **options, **more)
-        return peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),))
-
-    few, many = peak(4), peak(12)
-    inputs = ROWS * WIDTH * 4
-    assert (many - few) / 8 <= 1.5 * inputs, (few, many)
-    weights = 2 * 2 * WIDTH * WIDTH * 4
-    assert 1.5 * inputs < weights, "the bound says nothing of a layer's parameters"
-
-
 @pytest.mark.slow(but=[3])
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize(

@@ -119,16 +119,6 @@ def test_updates_stand_where_their_gradients_are():
     assert whole.count(Loop) == 2
 
 
-@pytest.mark.slow
-def test_a_delayed_update_says_so():
-    schedule = schedule_of(offload=jzero.HostCPU(delayed_update=True))
-    ((update, *_),) = done(schedule, Update)
-    assert update.delayed
-    assert str(schedule).count("with the gradients of the step before") == 1
-    # The next step's gradients come while it reads them.
-    assert {op.copies for op, *_ in done(schedule, Send) if op.refs[0].what == "gradient"} == {2}
-
-
 def test_activations_wait(monkeypatch):
     """Once for each microbatch, and of one at a time."""
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)

@@ -322,35 +322,6 @@ def test_the_environment_of_a_process(monkeypatch: Any, given: str | None, wante
     assert whole / 2 - 2**30 < pool * 2**30 <= whole / 2
 
 
-def test_the_page_has_what_there_is():
-    run = {
-        "rows": 8, "step_seconds": 0.5, "tokens_per_second": 16384.0, "tflops": 130.0, "mfu": 0.13,
-        "peak_bytes_in_use": 10**10, "host_peak_bytes": 10**9, "first_step_seconds": 9.0, "third_loss": 10.0,
-        "transfer_bytes": {"to host": 5 * 10**9, "to device": 10**10, "from disk": 0, "to disk": 0},
-    }  # fmt: skip
-    found = {
-        "check pool": {"status": "ok", "told": "10 GiB"}, "check saved": {"status": "FAIL", "told": "lost"},
-        "speed host 1.3B, 8 rows": {"status": "ok", "parameters": 10**9, "runs": [run]},
-        "links": {"status": "ok", "to_device": 5e10, "to_host": 5e10},
-        "preflight host 1.3B, 8 rows": {"status": "ok", "preflight_peak_bytes": 9 * 10**9, "rows": [8]},
-        "largest 32 GiB host 40 layers": {"status": "ok", "parameters": 10**9},
-        "largest 32 GiB host 44 layers": {"status": "no device memory"},
-        "tests/gpu/test_host.py::test_b": {"status": "ok"},
-        "disk": {"status": "cut after 40 s", "flags": "--a"}, "x": {"status": "ok", "flags": "--a"},
-        "jit, autotuned": {"status": "ok", "flags": ""},
-    }  # fmt: skip
-    text = module("page").text({("toy", "1.2.3"): found}, ["speed nvme"])
-    for line in (
-        "# toy, JAX 1.2.3", "| saved | FAIL | lost |",
-        "| 1B | 8 | 16,384 | 130.0 | 13.0% | 500 | 10.00 | 10.00 |",
-        "| 500 | 10.00 | 40% | 5.00 | 20% | - | - | - | - |", "| host 1.3B, 8 rows | 10.00 | 9.00 | 90% |",
-        "within 32 GiB of the device, host: 1.00B (40 layers ok, 44 layers no device memory)", "1 ok",
-        "XLA_FLAGS: `--a`, but `none` for jit, autotuned.", "* check saved: FAIL. lost",
-        "* disk: cut after 40 s", "speed nvme",
-    ):  # fmt: skip
-        assert line in text, f"{line}\n\n{text}"
-
-
 def run(out: pathlib.Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "run.py"), "--disk", str(out / "disk"), *options]
     # One device, and not the tests' eight.
