@@ -15,7 +15,7 @@ from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-LENGTHS = [1, 2, 3, 7]
+LENGTHS = [1, 2, 5]
 
 
 def values(seed, *shapes):
@@ -99,7 +99,7 @@ def test_taken_apart_and_put_together(form, length, reverse):
     check(fn, args, lambda jaxpr, scan: ScanBuilder(scan).build().equations())
 
 
-@pytest.mark.slow(but=14)
+@pytest.mark.slow(but=10)
 @forms
 @lengths
 @directions
