@@ -427,8 +427,8 @@ def test_no_leaf_says_which_step_it_is(tmp_path: Path):
     shapes = jax.eval_shape(lambda: new_state(tx))
     for i in (2, 1):
         end_of_process()
-        restored = jzero.restore(tmp_path / "steps" / str(i), train_step, shapes, BATCH)
-        small.assert_same(restored, found[i])
+        path = tmp_path / "steps" / str(i)
+        small.assert_same(jzero.restore(path, train_step, shapes, BATCH), found[i])
 
 
 # -- refusals --------------------------------------------------------------------------------------
