@@ -15,7 +15,7 @@ from jax import lax
 import jzero
 import small
 from host_updates import call, compiler, on_host, problem, random, reference, ulps  # noqa: F401
-from jzero.offload.kernels._code_paths import KERNEL, XLA
+from jzero.offload.kernels._code_paths import KERNEL, XLA, code_paths_text
 from jzero.offload.kernels._host_update import HostUpdate, default_threads
 from jzero.offload.kernels._kernel import LANES
 from jzero.offload.kernels._loops import BLOCK
