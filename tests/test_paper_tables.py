@@ -22,18 +22,8 @@ def _importable():
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
-    for name in (
-        "paper",
-        "theory",
-        "model",
-        "compiled",
-        "measured",
-        "figure",
-        "tables",
-        "infinity",
-        "formulas",
-    ):
-        sys.modules.pop(name, None)
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def module(name):
@@ -105,14 +95,7 @@ def test_with_nothing_hidden_a_step_s_efficiency_is_the_formula():
     assert formulas.intensity_of_parameters(4, 1024) == 8 * 4096 / 8
 
 
-def test_the_formula_solved_for_the_bandwidth():
-    formulas = module("formulas")
-    for share in (0.1, 0.5, 0.9):
-        bandwidth = formulas.bandwidth_for(share, 1024.0, 70e12)
-        assert formulas.efficiency(1024.0, bandwidth, 70e12) == pytest.approx(share)
-
-
-@pytest.mark.parametrize("devices", [1, 4, 64, 1024])
+@pytest.mark.parametrize("devices", [1, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_estimates_are_the_papers_formulas(stage, devices):
     """Model states and volume of ZeRO; ZeRO-Offload's bytes on the host and across its link."""
@@ -130,14 +113,6 @@ def test_estimates_are_the_papers_formulas(stage, devices):
         assert 0 <= hosted.hosted_bytes - state < 1
         assert [c.direction for c in hosted.transfers] == ["to host", "to device"]
         assert all(0 <= c.nbytes - crossing < 1 for c in hosted.transfers)
-
-
-def test_efficiency_grows_with_bandwidth_batch_and_width():
-    for lines in module("infinity").curves().values():
-        for line in lines.values():
-            assert line == sorted(line)
-            assert 0 < line[0] < line[-1] <= 1
-        assert [line[0] for line in lines.values()] == sorted(line[0] for line in lines.values())
 
 
 def test_models_are_as_large_as_the_paper_s():
@@ -216,26 +191,20 @@ def test_the_page_shows_what_the_scripts_compute():
 
 
 @pytest.mark.slow
-def test_the_command_for_zero_infinity(tmp_path):
-    command = [sys.executable, str(FOLDER / "infinity.py"), "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("script", "numbers", "pictures"),
+    [
+        ("infinity", ("statements", "efficiency", "hides_from_tokens"), ["infinity.png"]),
+        ("tables", ("table_1_gb",), ["figure-1.png", "table-1.png"]),
+    ],
+)
+def test_the_commands(script, numbers, pictures, tmp_path):
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
-    (numbers,) = tmp_path.glob("*-infinity.json")
-    (picture,) = tmp_path.glob("*-infinity.png")
-    committed = max((FOLDER / "results").glob("*-infinity.json"))
-    found, expected = (json.loads(file.read_text()) for file in (numbers, committed))
-    for name in ("statements", "efficiency", "hides_from_tokens"):
-        assert found[name] == expected[name]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    command = [sys.executable, str(FOLDER / "tables.py"), "--out", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
-    (numbers,) = tmp_path.glob("*-tables.json")
-    pictures = sorted(tmp_path.glob("*.png"))
-    assert [p.name[11:] for p in pictures] == ["figure-1.png", "table-1.png"]
-    committed = max((FOLDER / "results").glob("*-tables.json"))
-    found, expected = (json.loads(file.read_text()) for file in (numbers, committed))
-    assert found["table_1_gb"] == expected["table_1_gb"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    (written,) = tmp_path.glob(f"*-{script}.json")
+    committed = max((FOLDER / "results").glob(f"*-{script}.json"))
+    found, expected = (json.loads(file.read_text()) for file in (written, committed))
+    assert {name: found[name] for name in numbers} == {name: expected[name] for name in numbers}
+    paths = sorted(tmp_path.glob("*.png"))
+    assert [path.name[11:] for path in paths] == pictures
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
