@@ -7,7 +7,6 @@ arrays.
 Padding is NaN, True, or a large number, so that whatever lets it through fails.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -220,13 +219,10 @@ ELEMENTWISE = {
     "where": Case(jnp.where, "?:abc abc abc"),
     "select_n, one for all": Case(lax.select_n, "?: ab ab"),
     "clamp": Case(lax.clamp, "ab ab ab"),
-    "clip": Case(lambda x: jnp.clip(x, -0.5, 0.5), "ab"),
     "int8 and back": Case(lambda x: (50 * x).astype(jnp.int8).astype(jnp.float64), "ab"),
-    "float8": Case(lambda x: x.astype(jnp.float8_e4m3fn), "ab"),
     "float8 and back": Case(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32), "ab"),
     "bitcast": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint64), "ab"),
     "bitcast to narrower": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint32), "ab"),
-    "bitcast to wider": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint64), "u:ab2"),
     "complex": Case(lambda x, y: jnp.conj(lax.complex(x, y) * 2j) / (1 + x), "ab ab"),
     "real, imag": Case(lambda x: (jnp.real(x), jnp.imag(x), jnp.abs(x)), "c:ab"),
     "population_count": Case(lambda x: (lax.population_count(x), lax.clz(x)), "u:ab"),
@@ -236,23 +232,17 @@ ELEMENTWISE = {
     "zeta": Case(lambda x, y: jsp.special.zeta(x + 2, y), "+:ab +:ab"),
     "name": Case(lambda x: checkpoint_name(x, "x"), "ab"),
     "device_put": Case(lambda x: jax.device_put(x), "ab"),
-    "log2": Case(jnp.log2, "+:ab"),
 }
 SHAPES = {
     "merge two first": reshape("abc", "(ab)c"),
-    "merge two last": reshape("abc", "a(bc)"),
     "merge all": reshape("abc", "(abc)"),
     "split first": reshape("(ab)c", "abc", "a"),
-    "split last": reshape("a(bc)", "abc", "b"),
     "split in three": reshape("(abc)", "abc", "ab"),
     "merge and split": reshape("(ab)c", "a(bc)", "a"),
-    "split and merge": reshape("a(bc)", "(ab)c", "b"),
-    "merge elsewhere": reshape("abcd", "a(bc)d"),
     "dims of size 1": reshape("1ab", "a1b1"),
     "no rows afterwards": reshape("ab2", "b2a", along="ab"),
     "reshape, half a dim": reshape("2a3", "a6", along="a"),
     "squeeze": Case(lambda x: jnp.squeeze(x, (0, 2)), "1a1b"),
-    "expand_dims": Case(lambda x: jnp.expand_dims(x, (0, 2)), "ab"),
     "transpose": Case(lambda x: jnp.transpose(x, (2, 0, 1)), "abc"),
     "broadcast_to": Case(jnp.broadcast_to, "1ab", to="dab"),
     "broadcast a size-1 dim": Case(jnp.broadcast_to, "a1c", to="abc"),
@@ -265,9 +255,7 @@ SHAPES = {
     "tile": Case(lambda x: jnp.tile(x, (1, 2)), "ab", "b"),
     "stack": Case(lambda x, y: jnp.stack([x, y], 1), "ab ab"),
     "unstack": Case(lambda x: jnp.unstack(x, axis=1), "a2b"),
-    "split": Case(lambda x: jnp.split(x, 2, 1), "a(2b)", "b"),
     "concatenate": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab ab"),
-    "concatenate, other sizes": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab a2", "b"),
     "concatenate and slice": Case(
         lambda x, y: (lambda z: (z[: len(x)], z[len(x) :]))(jnp.concatenate([x, y])),
         "ab ab",
@@ -276,19 +264,10 @@ SHAPES = {
     "slice": Case(lambda x: x[:, 1:], "abc", "b"),
     "slice with strides": Case(lambda x: x[:, ::2], "abc", "b"),
     "rev": Case(lambda x: jnp.flip(x, 1), "abc", "b"),
-    "roll": Case(lambda x: jnp.roll(x, 1, 1), "abc", "b"),
     "pad": Case(lambda x: lax.pad(x, jnp.pi, [(1, 2, 0), (0, 0, 0), (-1, 0, 1)]), "abc", "ac"),
     "dynamic_slice": Case(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, 1), "abc i:", "b"),
     "dynamic_update_slice": Case(
         lambda x, y, i: lax.dynamic_update_slice_in_dim(x, y, i, 1), "abc a2c i:", "b"
-    ),
-    "iota": Case(
-        lambda x: (
-            x
-            + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-            * lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        ),
-        "ab",
     ),
     "one_hot": Case(lambda i: jax.nn.one_hot(i, 5), "i:ab"),
     "tril": Case(jnp.tril, "abc"),
@@ -302,14 +281,9 @@ REDUCTIONS = {
     "max": Case(lambda x: (jnp.max(x, 1), jnp.max(x)), "abc"),
     "min": Case(lambda x: (jnp.min(x, 1), jnp.min(x)), "abc"),
     "max of integers": Case(lambda x: (jnp.max(x, 0), jnp.min(x, 0), jnp.sum(x, 0)), "i:ab"),
-    "max of unsigned": Case(lambda x: (jnp.max(x, 0), jnp.min(x, 0), jnp.sum(x, 0)), "u:ab"),
-    "sum of complex": Case(lambda x: jnp.sum(x, 0), "c:ab"),
     "prod": Case(lambda x: jnp.prod(x, 1), "abc", "b"),
     "and, or": Case(lambda x: (jnp.all(x, 0), jnp.any(x, 0), jnp.sum(x, 0)), "?:ab"),
-    "and of integers": Case(lambda x: lax.reduce_and(x, (0,)), "i:ab", "a"),
-    "or of integers": Case(lambda x: lax.reduce_or(x, (0,)), "i:ab", "a"),
     "xor": Case(lambda x: lax.reduce_xor(x, (0,)), "i:ab", "a"),
-    "xor of bools": Case(lambda x: lax.reduce_xor(x, (0,)), "?:ab", "a"),
     "reduce": Case(
         lambda x, y: lax.reduce((x, y), (0.0, 1.0), lambda s, t: (s[0] + t[0], s[1] * t[1]), (1,)),
         "abc abc",
@@ -317,28 +291,18 @@ REDUCTIONS = {
     ),
     "argmax, argmin": Case(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), "abc", "b"),
     "argmax of ties": Case(lambda x: first_extremes(jnp.round(x)), "ab", "a"),
-    "argmax of all equal": Case(lambda x: first_extremes(jnp.zeros_like(x)), "a"),
     "argmax with NaN": Case(lambda x: first_extremes(with_nans(x)), "ab", "a"),
-    "argmax with infinities": Case(lambda x: first_extremes(with_infinities(x)), "ab", "a"),
-    "argmax of zeros": Case(lambda x: first_extremes(signed_zeros(x)), "ab", "a"),
-    "argmax of bf16": Case(lambda x: first_extremes(with_nans(x).astype(jnp.bfloat16)), "ab", "a"),
-    "argmax of float8": Case(lambda x: first_extremes(x.astype(jnp.float8_e5m2)), "ab", "a"),
     "argmax of integers": Case(lambda x: first_extremes(x), "i:ab", "a"),
-    "argmax of unsigned": Case(lambda x: first_extremes(x), "u:ab", "a"),
     "argmax of bools": Case(lambda x: first_extremes(x), "?:ab", "a"),
     "argmax of one dim": Case(lambda x: lax.argmax(x, 0, np.uint8), "a", "a"),
     "max with NaN": Case(lambda x: extremes(with_nans(x)), "ab"),
-    "max with infinities": Case(lambda x: extremes(with_infinities(x)), "ab"),
     "max of bf16": Case(lambda x: extremes_in(jnp.bfloat16, with_nans(x)), "ab"),
     "max of float8": Case(lambda x: extremes_in(jnp.float8_e4m3fn, with_nans(x)), "ab"),
     "sum of what waits": Case(lambda x: x + jnp.sum(3 * jnp.eye(1024), 0)[: len(x)], "a"),
-    "norm": Case(lambda x: jnp.linalg.norm(x, axis=0), "ab"),
     "logsumexp": Case(lambda x: (jax.nn.logsumexp(x, 0), jax.nn.softmax(x, 0)), "ab"),
-    "median": Case(lambda x: jnp.median(x, 0), "ab", "a"),
     "variance": Case(lambda x: (jnp.var(x, 0), jnp.std(x)), "ab"),
     "cumsum": Case(lambda x: jnp.cumsum(x, 1), "abc", "b"),
     "cumsum, reversed": Case(lambda x: lax.cumsum(x, 1, reverse=True), "abc", "b"),
-    "cumsum of integers": Case(lambda x: lax.cumsum(x, 0), "i:ab", "a"),
     "cumprod": Case(lambda x: lax.cumprod(x, 1), "abc", "b"),
     "cummax, cummin": Case(lambda x: (lax.cummax(x, 1), lax.cummin(x, 1)), "abc", "b"),
     "cumlogsumexp": Case(lambda x: lax.cumlogsumexp(x, 1), "abc", "b"),
@@ -349,21 +313,15 @@ REDUCTIONS = {
     "top_k": Case(lambda x: lax.top_k(x, 2), "ab", "b"),
     "top_k of ties": Case(lambda x: lax.top_k(jnp.round(x), 3), "a", "a"),
     "top_k with NaN": Case(lambda x: lax.top_k(with_nans(x), 3), "a", "a"),
-    "top_k of zeros": Case(lambda x: lax.top_k(signed_zeros(x), 3), "a", "a"),
-    "top_k of bf16": Case(lambda x: lax.top_k(x.astype(jnp.bfloat16), 1), "a", "a"),
-    "top_k of integers": Case(lambda x: lax.top_k(x, 2), "i:ab", "b"),
     "top_k of the first dim": Case(lambda x: lax.top_k(x, 2, axis=0), "ab", "a"),
     "approx_max_k": Case(lambda x: lax.approx_max_k(x, 2), "ab", "b"),
 }
 PRODUCTS = {
     "matrix product": ein("ij,jk->ik"),
-    "outer product": ein("i,j->ij"),
     "batch of products": ein("bij,bjk->bik"),
     "sum over rows": ein("bi,bj->ij"),
-    "two sums": ein("bti,btj->ij"),
     "inner product": ein("a,a->"),
     "scores": ein("bqhd,bkhd->bhqk"),
-    "vector": ein("bij,j->bi"),
     "product of integers": Case(lambda x, y: x.T @ y, "i:ba i:bc"),
     "product with itself": Case(lambda x: x @ x.T, "ab", "a"),
     "attention": Case(attention, "bqhd bkhd bkhd"),
@@ -383,11 +341,8 @@ PRODUCTS = {
         lambda x, k: conv(x, k, dimension_numbers=("NHWC", "HWIO", "NHWC")), "nhwi 33io", "hw"
     ),
     "conv, to the kernel": Case(gradient(conv, 1), "niw oi3", "w"),
-    "conv, to the image": Case(gradient(conv, 0), "niw oi3", "w"),
     "grouped conv": Case(grouped, "n(gi)w (go)i3", "gowi"),
     "grouped conv, to the kernel": Case(gradient(grouped, 1), "n(gi)w (go)i3", "gowi"),
-    "grouped conv, to the image": Case(gradient(grouped, 0), "n(gi)w (go)i3", "gowi"),
-    "depthwise conv": Case(grouped, "ngw g13", "gw"),
     "depthwise conv, to the kernel": Case(gradient(grouped, 1), "ngw g13", "gw"),
     "batch groups": Case(batch_grouped, "(3n)iw (3o)i3", "now"),
     "many batch groups": Case(
@@ -403,7 +358,6 @@ LOOK_UPS = {
     "embedding": Case(lambda x, i: x[i], "vd i:bt", "v"),
     "embedding's gradient": Case(gradient(lambda x, i: x[i], 0), "vd i:bt", "v"),
     "two indices": Case(lambda x, i, j: x[i, j], "uvd i:b i:b", "uv"),
-    "take": Case(lambda x, i: jnp.take(x, i, axis=1), "avd i:b", "v"),
     "take_along_axis": Case(lambda x, i: jnp.take_along_axis(x, i, 1), "bvd i:bkd", "v"),
     "take_along_axis's gradient": Case(
         gradient(lambda x, i: jnp.take_along_axis(x, i, 1), 0), "bvd i:bkd", "v"
@@ -411,27 +365,18 @@ LOOK_UPS = {
     "own row": Case(lambda x, i: x[arange(x), i], "bv i:b", "v"),
     "own row's gradient": Case(gradient(lambda x, i: x[arange(x), i], 0), "bv i:b", "v"),
     "own row, several": Case(lambda x, i: x[arange(x)[:, None], i], "bv i:bk", "v"),
-    "own row, last": Case(lambda x, i: x[i, jnp.arange(x.shape[1])], "vb i:b", "v"),
-    "own row of windows": Case(lambda x, i: x[arange(x), i], "bvd i:b", "v"),
     "own row, vmap": Case(jax.vmap(lambda x, i: x[i]), "bvd i:b", "v"),
     "add to own row": Case(lambda x, i, y: x.at[arange(x), i].add(y), "bv i:b b"),
-    "set in own row": Case(lambda x, i, y: x.at[arange(x), i].set(y), "bv i:b b"),
-    "multiply own row": Case(lambda x, i, y: x.at[arange(x), i].multiply(y), "bv i:b b"),
     "maximum with own row": Case(lambda x, i, y: x.at[arange(x), i].max(y), "bv i:b b"),
     "rows of others": Case(lambda x, i: x[i], "vd i:2", "v"),
-    "columns of others": Case(lambda x, i: jnp.take(x, i, axis=1), "avd i:1", "v"),
     "rows of others, two indices": Case(lambda x, i, j: x[i, j], "uvd i:2 i:2", "uv"),
     "rows of others, integers": Case(lambda x, i: x[i], "i:vd i:2", "v"),
     "rows of others, bools": Case(lambda x, i: x[i], "?:vd i:2", "v"),
-    "rows of others, complex": Case(lambda x, i: x[i], "c:vd i:2", "v"),
-    "rows of others, bf16": Case(lambda x, i: x.astype(jnp.bfloat16)[i], "vd i:2", "v"),
     "rows of others, NaN": Case(lambda x, i: with_nans(x)[i], "vd i:2", "v"),
-    "rows of others, infinities": Case(lambda x, i: with_infinities(x)[i], "vd i:2", "v"),
     "rows of others, zeros": Case(lambda x, i: 1 / signed_zeros(x)[i], "vd i:2", "v"),
     "rows of others, narrow indices": Case(lambda x, i: x[i.astype(jnp.uint8)], "vd i:2", "v"),
     "rows of others, filled": Case(get("fill"), "vd i:2", "v"),
     "rows of others, filled with 7": Case(get("fill", fill_value=7.0), "vd i:2", "v"),
-    "rows of others, integers filled": Case(get("fill"), "i:vd i:2", "v"),
     "rows of others, unsigned filled": Case(get("fill"), "u:vd i:2", "v"),
     "rows of others, clipped": Case(get("clip"), "vd i:2", "v"),
     "rows of others, promised": Case(get("promise_in_bounds"), "vd i:2", "v"),
@@ -452,16 +397,13 @@ LOOK_UPS = {
         lambda x: jnp.take_along_axis(x, arange(x)[:, None], 1), "aa", "a"
     ),
     "add to rows of others": Case(update("add"), "vd i:2 2d"),
-    "add to rows of others, clipped": Case(update("add", "clip"), "vd i:2 2d"),
     "multiply rows of others": Case(update("multiply"), "vd i:2 2d"),
-    "minimum with rows of others": Case(update("min"), "vd i:2 2d"),
     "add to elements of others": Case(lambda x, i, j, y: x.at[i, j].add(y), "uv i:2 i:2 2"),
     "add to zeros": Case(
         lambda x, i, y: x + jnp.zeros_like(x).at[2 * i - 3].add(y, mode="drop"), "vd i:2 2d"
     ),
     "scatter-add": Case(lambda x, i, y: x.at[i].add(y), "vd i:b bd"),
     "scatter-sub": Case(lambda x, i, y: x.at[i].subtract(y), "vd i:b bd"),
-    "scatter-add of integers": Case(lambda x, i, y: x.at[i].add(y), "i:vd i:b i:bd"),
     "scatter-max": Case(lambda x, i, y: x.at[i].max(y), "vd i:b bd"),
     "scatter-min": Case(lambda x, i, y: x.at[i].min(y), "vd i:b bd"),
     "scatter-mul": Case(lambda x, i, y: x.at[i].multiply(y), "vd i:b bd", "b"),
@@ -475,15 +417,12 @@ LOOK_UPS = {
     ),
     "scatter, vmap": Case(jax.vmap(lambda x, i, y: x.at[i].set(y)), "bvd i:bk bkd", "k"),
     "segment_sum": Case(lambda x, i: jax.ops.segment_sum(x, i, 4), "bd i:b"),
-    "segment_max": Case(lambda x, i: jax.ops.segment_max(x, i, 4), "bd i:b"),
-    "bincount": Case(lambda i: jnp.bincount(i, length=4), "i:b"),
     "searchsorted": Case(
         lambda x, y: jnp.searchsorted(jnp.sort(x), y, method="compare_all"), "a b", "a"
     ),
 }
 WINDOWS = {
     "max pool": Case(max_pool, "bwc", "w"),
-    "average pool": Case(avg_pool, "bwc", "w"),
     "max pool's gradient": Case(gradient(max_pool, 0), "bwc", "w"),
     "average pool's gradient": Case(gradient(avg_pool, 0), "bwc", "w"),
     "min pool": Case(lambda x: pool(x, jnp.inf, lax.min), "bwc", "w"),
@@ -493,19 +432,14 @@ WINDOWS = {
 LINEAR_ALGEBRA = {
     "rfft": Case(lambda x: jnp.fft.rfft(x, axis=-1), "abc", "c"),
     "irfft": Case(lambda x: jnp.fft.irfft(x, 6), "c:ab", "b"),
-    "fft2": Case(jnp.fft.fft2, "abc", "bc"),
     "fft of the first dim": Case(lambda x: jnp.fft.fft(x, axis=0), "ab", "a"),
     "cholesky": Case(lambda x: jnp.linalg.cholesky(definite(x)), "bnn", "n"),
     "triangular_solve": Case(functools.partial(solve_triangular, left_side=True), "bnn bnk", "n"),
-    "triangular_solve, right": Case(
-        functools.partial(solve_triangular, left_side=False), "bnn bkn", "n"
-    ),
     "eigh": Case(lambda x: jnp.linalg.eigh(definite(x)), "bnn", "n"),
     "eig": Case(lambda x: jnp.linalg.eigvals(definite(x)), "bnn", "n"),
     "qr": Case(jnp.linalg.qr, "bmn", "mn"),
     "svd": Case(lambda x: jnp.linalg.svd(x, full_matrices=False), "bmn", "mn"),
     "lu": Case(lax.linalg.lu, "bmn", "mn"),
-    "inverse": Case(lambda x: jnp.linalg.inv(regular(x)), "bnn", "n"),
     "solve": Case(lambda x, y: jnp.linalg.solve(regular(x), y), "bnn bnk", "n"),
     "solve for the batch": Case(lambda x, y: jnp.linalg.solve(regular(x), y), "nn nb", "n"),
     "slogdet": Case(lambda x: jnp.linalg.slogdet(regular(x)), "bnn", "n"),
@@ -515,28 +449,22 @@ LINEAR_ALGEBRA = {
 }
 RANDOM = {
     "bits of 8": Case(bits(jnp.uint8), "abc k:", vmapped=False),
-    "bits of 16": Case(bits(jnp.uint16), "abc k:", vmapped=False),
     "bits of 32": Case(bits(jnp.uint32), "abc k:", vmapped=False),
     "bits of 64": Case(bits(jnp.uint64), "abc k:", vmapped=False),
     "normal": Case(noise(random.normal), "ab k:", vmapped=False),
     "uniform, merged": Case(
         lambda x, key: x + random.uniform(key, (x.size,)).reshape(x.shape), "ab k:", vmapped=False
     ),
-    "bernoulli": Case(
-        noise(lambda key, shape: random.bernoulli(key, 0.3, shape)), "ab k:", vmapped=False
-    ),
     "randint": Case(
         noise(lambda key, shape: random.randint(key, shape, 0, 7)), "ab k:", vmapped=False
     ),
     "permutation": Case(lambda x, key: random.permutation(key, x), "ab k:", "a"),
-    "permutation of columns": Case(lambda x, key: random.permutation(key, x, axis=1), "ab k:", "b"),
     "split of one key": Case(
         lambda x, key: x + jax.vmap(random.normal)(random.split(key, x.shape[0]))[:, None],
         "ab k:",
         vmapped=False,
     ),
     "seeds": Case(key_bits(random.key), "i:b"),
-    "split": Case(key_bits(random.split), "k:b"),
     "fold_in": Case(key_bits(random.fold_in), "k:b i:b"),
     "fold_in of one key": Case(
         lambda i, key: random.key_data(jax.vmap(lambda j: random.fold_in(key, j))(i)), "i:b k:"
@@ -544,21 +472,14 @@ RANDOM = {
     "clone": Case(key_bits(random.clone), "k:b"),
     "raw keys": Case(jax.vmap(lambda k: random.bits(random.wrap_key_data(k), (3,))), "u:b2"),
     "bits by rows": Case(draws(lambda k: random.bits(k, (3, 2))), "k:b"),
-    "normal by rows": Case(draws(lambda k: random.normal(k, (3,))), "k:b"),
     "bernoulli by rows": Case(draws(random.bernoulli), "k:b"),
-    "randint by rows": Case(draws(lambda k: random.randint(k, (3,), 0, 7)), "k:b"),
     "permutation by rows": Case(jax.vmap(random.permutation), "k:b bt", "t"),
     "keys looked up": Case(lambda keys, i: random.key_data(keys[i]), "k:v i:b", "v"),
-    "keys reshaped": Case(lambda keys: random.key_data(keys.reshape(-1)), "k:ab"),
 }
 FUNCTIONS = {
-    "cross entropy": Case(cross_entropy, "bv i:b", "v"),
-    "cross entropy, own rows": Case(cross_entropy_by_rows, "bv i:b", "v"),
     "cross entropy's gradient": Case(jax.grad(cross_entropy), "bv i:b"),
     "cross entropy's gradient, own rows": Case(jax.grad(cross_entropy_by_rows), "bv i:b"),
-    "layer norm": Case(layer_norm, "btd d"),
     "layer norm, to the scale": Case(gradient(layer_norm, 1), "btd d"),
-    "batch norm": Case(batch_norm, "btd"),
     "batch norm's gradient": Case(gradient(batch_norm, 0), "btd"),
     "contrastive": Case(contrastive, "bd", "b"),
     "attention's gradient": Case(gradient(attention, 1), "bqhd bkhd bkhd"),
@@ -770,17 +691,14 @@ def configured(case: Case, places: tuple[Place, ...], layouts: Any) -> list[Conf
     return [c for c in found if c.can_be]
 
 
-def by_default(names):
-    """Of cases that are named alike, as `top_k of ties` and `top_k, ...`, two; the others when asked for."""
-    alike = collections.Counter[str]()
-    for name in names:
-        stem = re.split(" of |, ", name)[0]
-        alike[stem] += 1
-        yield pytest.param(name, marks=pytest.mark.slow if alike[stem] > 2 else ())
+FEW = [
+    "exp", "betainc", "broadcast_to", "one_hot", "argmax of ties", "top_k with NaN",
+    "grouped conv, to the kernel", "rows of others, two indices", "scatter, vmap", "eig",
+    "fold_in of one key",
+]  # fmt: skip
 
 
-@pytest.mark.slow(but=11)
-@pytest.mark.parametrize("name", list(by_default(CASES)))
+@pytest.mark.parametrize("name", FEW)
 def test_rows_of_one_argument(name):
     """By turns in a layout that divides the place and in one that does not."""
     check_one(CASES[name], lambda i, layout: layout == TWO_LAYOUTS[i % 3][i % 2])
@@ -810,8 +728,13 @@ def pairs_of(case: Case) -> list[tuple[Place, Place]]:
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 
-@pytest.mark.slow(but=[13, 15, 31, 52, 56, 73, 79])
-@pytest.mark.parametrize("name", list(by_default(TWO)))
+FEW_OF_TWO = [
+    "concatenate", "concatenate and slice", "ragged_dot", "two indices", "own row", "scatter-add",
+    "dynamic_slice, vmap",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_OF_TWO)
 def test_rows_of_two_arguments(name):
     """Every third pair of places, in one layout."""
     pairs = pairs_of(CASES[name])[::3]

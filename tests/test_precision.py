@@ -14,8 +14,6 @@ import jzero
 import programs
 import small
 
-STAGES = (0, 1, 2, 3)
-
 
 def init_params(dtype):
     keys = jax.random.split(jax.random.key(0))
@@ -93,14 +91,11 @@ def test_float32_parameters_have_no_masters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("stage", STAGES)
-def test_masters_in_shards(stage, num_devices):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_in_shards(stage):
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
     step = make_step(tx)
-    train_step = small.shard_train_step(
-        step, stage=stage, mesh=small.mesh(data=num_devices), microbatches=2
-    )
+    train_step = small.shard_train_step(step, stage=stage, mesh=small.mesh(data=8), microbatches=2)
     (_, opt_state), metrics = run(train_step, init(tx), batches())
     (_, expected), expected_metrics = run(jax.jit(step), init(tx), batches())
     # A gradient summed in another order may round to another bfloat16.
@@ -112,9 +107,7 @@ def test_masters_in_shards(stage, num_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "num_bytes"), [(0, 14), (1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 14 / 8)]
-)
+@pytest.mark.parametrize(("stage", "num_bytes"), [(0, 14), (2, 2 + 12 / 8), (3, 14 / 8)])
 def test_bytes_per_parameter_are_the_papers(stage, num_bytes):
     tx = jzero.master_weights(optax.adamw(1e-3))
     state = programs.abstract_state(programs.Model(dtype=jnp.bfloat16), tx)
@@ -165,9 +158,7 @@ def test_rounding_goes_to_the_two_neighbours_and_keeps_what_bfloat16_holds():
     assert set(results[:, 5]) == {-1.0, -1 - 1 / 128}
 
 
-@pytest.mark.slow(but=3)
-@pytest.mark.parametrize("num_devices", [2, 8])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "num_devices"), [(0, 2), (1, 8), (3, 8)])
 def test_shards_round_as_the_whole_would(stage, num_devices):
     """To the bit: gradients of integers are exact, whatever the order of their sum."""
     tx = jzero.stochastic_rounding(optax.sgd(1e-3))
@@ -208,11 +199,9 @@ def test_random_bits_are_made_for_the_shard_alone():
 # -- dtypes of reductions --------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=4)
-@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("compute", "reduce_dtype"),
-    [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32), (jnp.bfloat16, None)],
+    ("stage", "compute", "reduce_dtype"),
+    [(1, jnp.float32, jnp.bfloat16), (3, jnp.bfloat16, jnp.float32), (0, jnp.bfloat16, None)],
 )
 def test_gradients_travel_in_reduce_dtype(stage, compute, reduce_dtype):
     state = programs.abstract_state(programs.Model(dtype=compute))
@@ -226,22 +215,6 @@ def test_gradients_travel_in_reduce_dtype(stage, compute, reduce_dtype):
     assert moved == {wire.name}
     # The loss is no gradient.
     assert {c.dtype for c in found.traffic if c.elements == 1} == {"float32"}
-
-
-@pytest.mark.slow
-def test_reduce_dtype_changes_the_sum_and_not_the_dtype_of_gradients():
-    def step(w, x):
-        g = jax.grad(lambda w: jnp.mean(x @ w))(w)
-        return w - g, {"norm": jnp.linalg.norm(g)}
-
-    w, x = jnp.zeros((16, 8)), jnp.asarray(batches(1)[0])
-    exact, _ = small.shard_train_step(step, stage=3)(w, x)
-    rounded, _ = small.shard_train_step(step, stage=3, comm=jzero.Comm(reduce_dtype=jnp.bfloat16))(
-        w, x
-    )
-    assert rounded.dtype == jnp.float32
-    difference = np.abs(np.asarray(exact) - np.asarray(rounded)).max()
-    assert 0 < difference < 0.02 * np.abs(np.asarray(exact)).max()
 
 
 @pytest.mark.slow
@@ -290,9 +263,7 @@ def scaled_by_flax():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [guarded_by_optax, scaled_by_flax])
-@pytest.mark.parametrize(
-    ("stage", "num_devices", "k"), [(0, 4, 1), (1, 8, 1), (2, 2, 4), (3, 8, 2), (3, 4, 1)]
-)
+@pytest.mark.parametrize(("stage", "num_devices", "k"), [(0, 4, 1), (2, 2, 4), (3, 8, 2)])
 def test_one_bad_row_on_one_device_skips_the_step_on_all(make, stage, num_devices, k):
     step, start = make()
     xs = poisoned(batches(), 2, row=63)  # of the last device, in its last microbatch

@@ -34,22 +34,15 @@ def clip_by_dot_products() -> optax.GradientTransformation:
 
 
 WITH_MASTERS = {
-    "adam": masters(optax.adam(1e-2)),
-    "adam, clipped": masters(CLIP, optax.adam(1e-2)),
-    "adamw": masters(optax.adamw(1e-2)),
     "adamw, clipped": masters(CLIP, optax.adamw(1e-2)),
     "adamw, clipped outside": optax.chain(CLIP, masters(optax.adamw(1e-2))),
-    "adamw, clipped by value": masters(optax.clip(0.1), optax.adamw(1e-2)),
     "adamw, masked decay": masters(CLIP, optax.adamw(1e-2, mask=lambda p: [x.ndim > 1 for x in p])),
-    "lion": masters(optax.lion(1e-3)),
     "lion, clipped": masters(CLIP, optax.lion(1e-3)),
-    "momentum": masters(optax.sgd(1e-2, momentum=0.9, nesterov=True)),
     "momentum, decay": masters(optax.add_decayed_weights(0.01), optax.sgd(1e-2, momentum=0.9)),
     "not finite": masters(optax.apply_if_finite(optax.chain(CLIP, optax.adamw(1e-2)), 5)),
     "adamw, clipped by dot products": masters(clip_by_dot_products(), optax.adamw(1e-2)),
-    "scaled losses": masters(optax.scale(1 / 128), CLIP, optax.adamw(1e-2)),
     "lamb, clipped": masters(CLIP, optax.lamb(1e-2)),
-}  # fmt: skip
+}
 
 
 def passed(train_step, *arguments) -> tuple[list[str], list[str]]:
@@ -73,10 +66,8 @@ def like_parameters(dtype) -> list[str]:
 
 
 @pytest.mark.slow(but=4)
-@pytest.mark.parametrize(
-    "options", [dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2)], ids=str
-)
-@pytest.mark.parametrize("name", WITH_MASTERS)  # fmt: skip
+@pytest.mark.parametrize("options", [dict(stage=3), dict(stage=2, accumulate=2)], ids=str)
+@pytest.mark.parametrize("name", WITH_MASTERS)
 def test_two_bytes_a_parameter_cross_with_masters(name, options):
     """And no parameter: the update makes it from the master, and does not read the old one."""
     tx = WITH_MASTERS[name]
@@ -203,15 +194,13 @@ def test_pieces_that_read_one_gradient_stay_apart():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    dict(stage=1), dict(stage=3, accumulate=2, reduce="once"),
-    dict(stage=3), dict(stage=2, accumulate=2), dict(stage=3, reduce_dtype=F32),
+    dict(stage=1), dict(stage=3, accumulate=2, reduce="once"), dict(stage=3, reduce_dtype=F32),
     dict(stage=3, accumulate=2, accumulate_dtype=BF16),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("tx", "dtype"), [
-    (WITH_MASTERS["adamw, clipped"], BF16), (WITH_MASTERS["not finite"], BF16),
-    (masters(clip_by_dot_products(), optax.adamw(1e-2)), BF16),
-    (optax.chain(CLIP, optax.adamw(1e-2)), F32), (optax.adam(1e-2), F32),
-], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
+    (WITH_MASTERS["not finite"], BF16), (WITH_MASTERS["adamw, clipped by dot products"], BF16),
+    (optax.chain(CLIP, optax.adamw(1e-2)), F32),
+], ids=["not finite", "dot products", "float32"])  # fmt: skip
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     """In the forward-backward program; buckets gather nothing but new parameters. And the same training."""
     step_fn, mesh = make_step(tx), small.mesh(data=4)

@@ -426,7 +426,7 @@ def movements(calls):
     return {m.operation: f"{m.operation}: {m.reason}" for m in found}
 
 
-@pytest.mark.slow(but=["jnp", "nn", "lax"])
+@pytest.mark.slow(but=["nn", "lax"])
 @pytest.mark.parametrize("module", MODULES)
 def test_calls_move_no_rows(module):
     calls = calls_of(module)

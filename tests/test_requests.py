@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 import zoo
 from small import grouped
 
@@ -58,19 +59,15 @@ def trains_as_on_one_device(step, new_state, batches, **options):
     return train_step
 
 
-def auto_mesh(shape, names):
-    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
-
-
 def flops(step, spec):
-    mesh = auto_mesh((8,), ("data",))
+    mesh = small.auto_mesh(data=8)
     train_step = jzero.shard_train_step(step(spec), mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     return train_step.lower(new_state(), 1.0).compile().cost_analysis()["flops"]
 
 
 @pytest.mark.slow
 def test_rows_that_the_step_makes_are_shared_out():
-    mesh = auto_mesh((8,), ("data",))
+    mesh = small.auto_mesh(data=8)
     batches = [np.float32(1.0), np.float32(2.0)]
     trains_as_on_one_device(own_rows(P("data")), new_state, batches, mesh=mesh)
     assert flops(own_rows, P("data")) < flops(own_rows, None) / 4
@@ -119,7 +116,7 @@ SPECS = {
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", SPECS)
 def test_trains_the_same(name, accumulate):
-    mesh = auto_mesh((2, 4), ("a", "b"))
+    mesh = small.auto_mesh(a=2, b=4)
     options = {"mesh": mesh, "axis_names": ("a", "b"), "accumulate": accumulate}
     trains_as_on_one_device(constraining(*SPECS[name]), new_state, batches(), **options)
 
@@ -127,7 +124,7 @@ def test_trains_the_same(name, accumulate):
 @pytest.mark.slow(but=["one dim", "unconstrained"])
 @pytest.mark.parametrize("name", SPECS)
 def test_trains_the_same_beside_an_axis_of_xla(name):
-    mesh = auto_mesh((4, 2), ("a", "b"))
+    mesh = small.auto_mesh(a=4, b=2)
     trains_as_on_one_device(
         constraining(*SPECS[name]), new_state, batches(), mesh=mesh, axis_names="a"
     )
@@ -136,7 +133,7 @@ def test_trains_the_same_beside_an_axis_of_xla(name):
 @pytest.mark.slow
 def test_the_mesh_of_the_caller_is_that_of_the_step():
     """Its axes are Auto outside of the step and Manual inside: equations say where they were traced."""
-    mesh = auto_mesh((2, 2, 2), ("data", "context", "model"))
+    mesh = small.auto_mesh(data=2, context=2, model=2)
     step = constraining(P(None, "model"), P(None, "model"))
     options = {"mesh": mesh, "axis_names": ("data", "context"), "accumulate": 2}
     with jax.set_mesh(mesh):
@@ -146,14 +143,14 @@ def test_the_mesh_of_the_caller_is_that_of_the_step():
 
 
 def test_what_devices_do_not_divide_is_not_asked_for():
-    mesh = auto_mesh((8,), ("a",))
+    mesh = small.auto_mesh(a=8)
     step = constraining(P("a"), P(None, "a"), of=lambda x: x[:12])
     trains_as_on_one_device(step, new_state, batches(), mesh=mesh)
 
 
 @pytest.mark.slow
 def test_what_a_request_moves_is_listed():
-    mesh = auto_mesh((8,), ("a",))
+    mesh = small.auto_mesh(a=8)
     step = constraining(P(None, "a"), P(None, "a"))
     train_step = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     text = str(train_step.describe(new_state(), batches()[0]))
@@ -163,7 +160,7 @@ def test_what_a_request_moves_is_listed():
 
 @pytest.mark.slow
 def test_gradients_lie_as_the_stage_says():
-    mesh = auto_mesh((8,), ("a",))
+    mesh = small.auto_mesh(a=8)
 
     def step(state, x, spec):
         w, key = state
@@ -211,7 +208,7 @@ def test_one_device_is_no_place_in_a_sharded_step(name, accumulate):
 @pytest.mark.slow
 def test_a_program_first_written_under_the_mesh_of_the_caller():
     """What passes write is traced once for all meshes: the first one had left its mesh in it."""
-    mesh = auto_mesh((8,), ("data",))
+    mesh = small.auto_mesh(data=8)
     # Of a shape that no other test has, so that it is written here first.
     state, x = {"w": jnp.eye(24), "s": jnp.ones(24)}, jnp.ones((48, 24))
 

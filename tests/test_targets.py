@@ -163,19 +163,6 @@ def test_every_file_names_its_sources_and_has_sane_figures(name):
         assert int(found[1]) == pytest.approx(target.memory_bandwidth, rel=1e-3)
 
 
-def test_a_rack_of_72_is_one_domain_of_18_hosts():
-    rack = find_target("test", "gb200-nvl72")
-    inner, outer = rack.domains
-    one = collective_time("all-gather", range(72), 10 * N, rack, Topology(18, 4)).seconds
-    assert one == pytest.approx(10 * N * 71 / 72 / inner.bandwidth + 71 * inner.latency)
-    slower = with_links(rack, {1: outer.bandwidth / 1000})
-    assert collective_time("all-gather", range(72), 10 * N, slower, Topology(18, 4)).seconds == one
-    two = collective_time("all-gather", range(144), 10 * N, slower, Topology(36, 4)).seconds
-    assert two == pytest.approx(
-        10 * N / 2 / (72 * outer.bandwidth / 1000) + 142 * inner.latency + outer.latency
-    )
-
-
 def test_small_values_take_the_protocol_with_less_latency():
     """As NCCL chooses: LL128 has 0.92 of the bandwidth."""
     group, topology = range(64), Topology(8, 8)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -18,14 +19,10 @@ from small import grouped
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 TILE = 256  # bytes; the matrices below have 1 to 16 KiB
-MESHES = {"1": (1,), "2": (2,), "4": (4,), "8": (8,), "2x4": (2, 4), "4x2": (4, 2)}
 
 
-def mesh_of(name):
-    sizes = MESHES[name]
-    names, auto = ("node", "local")[-len(sizes) :], jax.sharding.AxisType.Auto
-    devices = jax.devices()[: math.prod(sizes)]
-    return jax.make_mesh(sizes, names, (auto,) * len(sizes), devices=devices)
+def mesh_of(num):
+    return small.auto_mesh(local=int(num))
 
 
 def weights(shapes, dtype=jnp.float32):
@@ -231,11 +228,9 @@ def test_tiles_of_bfloat16_are_summed_up_as_exactly_as_one_product():
     assert jnp.array_equal(train_step(params, x)["scale"], expected)
 
 
-@pytest.mark.slow(but=["tied"])
-@pytest.mark.parametrize("name", ["scanned", "einsums", "tied", "recurrent"])
-def test_evaluation(name):
-    loss_fn: Any = LOSSES[name][0]
-    state, rows = new_state(name), rows_of(name)[0]
+def test_evaluation():
+    loss_fn: Any = LOSSES["tied"][0]
+    state, rows = new_state("tied"), rows_of("tied")[0]
     train_step = small.shard_train_step(step_of(loss_fn), mesh=mesh_of("8"))
     placed = train_step.shard(state, rows)
     for gather in (None, "per_pass"):
@@ -259,7 +254,7 @@ def large(jaxpr):
 
 
 @pytest.mark.slow(but=["unrolled"])
-@pytest.mark.parametrize("name", ["unrolled", "scanned remat", "half", "transposed"])
+@pytest.mark.parametrize("name", ["unrolled", "scanned remat"])
 def test_one_pass_makes_tiles(name):
     def program(after, tile_bytes=TILE):
         step = step_of(LOSSES[name][0])
@@ -288,10 +283,8 @@ def largest(report, op):
     return max(found, default=0)
 
 
-@pytest.mark.slow(but=["unrolled-256", "half-256", "scanned-256"])
 @pytest.mark.parametrize(
-    ("name", "tile_bytes"),
-    [("unrolled", TILE), ("half", TILE), ("scanned", TILE), ("scanned", 1000), ("einsums", 512)],
+    ("name", "tile_bytes"), [("half", TILE), ("scanned", 1000), ("einsums", 512)]
 )
 def test_nothing_large_is_whole_and_as_much_moves(name, tile_bytes):
     plain, tiled = described(name, None), described(name, tile_bytes)
@@ -299,26 +292,6 @@ def test_nothing_large_is_whole_and_as_much_moves(name, tile_bytes):
         assert largest(tiled, op) <= tile_bytes < largest(plain, op)
     for op in ("all-gather", "reduce-scatter", "all-reduce"):
         assert tiled.elements(op) == plain.elements(op)
-
-
-def products(jaxpr):
-    """Every product's operands and result."""
-    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name == "dot_general":
-            yield from (atom.aval for atom in [*eqn.invars, *eqn.outvars])
-        for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from products(sub)
-
-
-def test_no_product_has_a_large_operand_or_result():
-    """In the step's jaxpr, on 8 devices with two rows each."""
-    step = small.shard_train_step(
-        step_of(scanned), mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE)
-    )
-    found = [*products(jax.make_jaxpr(step)(new_state("scanned"), rows_of("scanned")[0]))]
-    activations = 2 * 40 * 4
-    assert max(aval.size * aval.dtype.itemsize for aval in found) == activations
-    assert sum(aval.size * 4 > TILE for aval in found if 2 not in aval.shape) == 0
 
 
 @pytest.mark.slow
@@ -354,46 +327,6 @@ def test_gradients_of_microbatches_are_summed_in_shards():
     assert tiled.accumulator_bytes == plain.accumulator_bytes
     assert largest(tiled, "reduce-scatter") <= TILE
     assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
-
-
-def tile_loops(jaxpr):
-    """The bodies of loops in which there is no other loop."""
-    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        subs = [_jaxpr.open_jaxpr(sub)[0] for sub in _jaxpr.inner_jaxprs(eqn)]
-        inner = [body for sub in subs for body in tile_loops(sub)]
-        yield from inner if inner or eqn.primitive.name != "scan" else subs
-
-
-@pytest.mark.slow
-def test_the_next_tile_is_made_beside_the_use_of_this_one():
-    """In a turn, what the turn gathers enters no product of it; what it multiplies is not reduced in it."""
-    step = small.shard_train_step(
-        step_of(unrolled), mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE)
-    )
-    jaxpr = jax.make_jaxpr(step)(new_state("unrolled"), rows_of("unrolled")[0])
-    found = []
-    for body in tile_loops(jaxpr):
-        late: set[Any] = set()
-        seen: list[str] = []
-        for eqn in body.eqns:
-            names = {eqn.primitive.name, *(e.primitive.name for e in inner_eqns(eqn))}
-            reads = {atom for atom in eqn.invars if not _jaxpr.is_literal(atom)}
-            kinds = names & {"all_gather", "reduce_scatter", "dot_general"}
-            assert not (kinds and late & reads), (kinds, "reads what this turn makes")
-            seen += kinds
-            if kinds or late & reads:
-                late.update(eqn.outvars)
-        found.append(sorted(seen))
-    # The forward pass has two products and the backward pass one with a matrix; and two gradients are made.
-    assert (
-        sorted(found)
-        == [["all_gather", "dot_general"]] * 3 + [["dot_general", "reduce_scatter"]] * 2
-    )
-
-
-def inner_eqns(eqn):
-    for sub in _jaxpr.inner_jaxprs(eqn):
-        yield from _jaxpr.open_jaxpr(sub)[0].eqns
 
 
 # What is larger than a tile all the same.
@@ -438,12 +371,8 @@ def test_what_is_not_cut_is_named(name, options, expected):
         assert each.nbytes > report.to_dict()["tile_bytes"]
         assert each.why in text
     assert report.to_dict()["untiled"] == [each._asdict() for each in report.untiled]
-
-
-def test_the_line_of_what_is_not_cut():
-    (gathered, _) = described("tied", TILE).untiled
-    assert "test_tiles.py" in gathered.where
-    assert "(tied)" in gathered.where
+    if name == "tied":
+        assert re.search(r"test_tiles\.py.*\(tied\)", found[0].where)
 
 
 def test_a_tensor_axis():
@@ -473,9 +402,7 @@ def test_a_tensor_axis():
     [
         ((8, 16), 0, [1], (1, 16, 2)),  # rows rest in shards: columns are cut
         ((8, 16), 1, [1], (0, 8, 1)),
-        ((8, 12), 0, [1], (1, 12, 2)),
         ((8, 13), 0, [1], (1, 13, 2)),  # a last one is smaller
-        ((8, 15), 0, [1], (1, 15, 2)),
         ((4, 15), 0, [1], (1, 15, 3)),  # 5 of three columns rather than 3 of four and one of three
         ((4, 8, 16), 0, [1], (2, 16, 1)),  # only columns are small enough
         ((2, 8, 8), 0, [1], (1, 8, 1)),  # the dim that the product keeps

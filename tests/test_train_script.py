@@ -44,15 +44,3 @@ def test_delayed_updates_are_flushed_when_saved(tmp_path):
     assert abs(found[3] - expected[3]) > 1e-3
     assert {path.name for path in checkpoints.iterdir()} == {"2", "4"}
     assert "going on after step 4" in train(*command)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--delayed"], "--offload none: .*'delayed_update'"),
-        (["--offload", "host", "--ratio", "2"], "--offload host: HostCPU: ratio=2.0"),
-    ],
-)
-def test_options_that_do_not_belong_together(options, says, tmp_path):
-    assert re.search(says, train(*options, "--out", tmp_path, status=2))

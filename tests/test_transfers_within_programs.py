@@ -12,7 +12,6 @@ from jzero.offload import _layer_programs
 from jzero.offload._layer_schedule import ITERATION
 from jzero.offload.execute._executor import Executable, Execution, Section
 from jzero.offload.schedule import _folds
-from jzero.offload.schedule._liveness import dead_after
 from jzero.offload.schedule._ops import Fetch, Loop, Run, Send, Slice, Value, flat
 from jzero.offload.schedule._schedule import Schedule
 
@@ -115,19 +114,6 @@ def test_iterations_that_take_what_the_next_one_reads_fetch_for_the_one_after_it
     assert layers.did == [("fetch", order[0]), ("fetch", order[1]), *iterations]
 
 
-def test_what_is_fetched_within_a_program_is_gone_with_its_last_reader():
-    layers = Layers(2, kept=True)
-    run = layers.run(8)
-    assert {*run.here} == {layers.carry}
-    assert not run.there
-    dead = dead_after((layers.loop,), (layers.carry,), ())
-    assert dead[id(layers.iteration)].here == (Slice(layers.w),)
-    assert dead[id(layers.iteration.transfers[0])].here == ()
-    # Iteration after iteration reads the stack.
-    assert dead[id(layers.iteration.transfers[0])].there == ()
-    assert dead[id(layers.loop)].there == (layers.w,)
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_each_iteration_stores_what_the_one_before_it_has_made(ahead, reverse):
@@ -139,12 +125,6 @@ def test_each_iteration_stores_what_the_one_before_it_has_made(ahead, reverse):
     assert list(run.there) == [layers.g]
     assert [*run.there[layers.g]] == [1, 11, 21, 31]
     assert {*run.here} == {layers.carry}
-
-
-def test_a_slice_that_no_later_iteration_keeps_dies_in_the_iteration_before_it():
-    layers = Layers(2)
-    dead = dead_after((layers.loop,), (layers.carry,), ())
-    assert dead[id(layers.iteration)].here == (Slice(layers.w, 1),)
 
 
 @pytest.mark.parametrize("num", [2, 3])

@@ -78,7 +78,7 @@ def dims_of(train_step, params, tokens):
 
 
 @pytest.mark.slow(but=[0])
-@pytest.mark.parametrize("num", [2, 3, 8])
+@pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("codes", [INT8, INT4], ids=str)
 @pytest.mark.parametrize(
     ("width", "options"),
@@ -147,7 +147,7 @@ def in_hops(grads, dim, node, local, hops):
 
 
 @pytest.mark.slow(but=[0])
-@pytest.mark.parametrize("node", [1, 2, 3])
+@pytest.mark.parametrize("node", [1, 3])
 @pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", size=32, rotate=True)], ids=str)
 @pytest.mark.parametrize(
     "microbatches",
@@ -186,21 +186,6 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
         assert off.mean() < (1e-3 if once else 1e-9)
 
 
-@pytest.mark.slow
-def test_replicas_sum_shards_as_codes_and_agree():
-    mesh = small.auto_mesh(node=2, local=4)
-    params, tokens = init(), jnp.arange(48) % 256
-    options = dict(mesh=mesh, param_axes="local", optimizer_axes="local")
-    exact = jzero.shard_train_step(step, **grouped(**options))
-    coded = jzero.shard_train_step(step, **grouped(reduce_dtype={"node": jnp.int8}, **options))
-    found, _ = trained(coded, params, tokens)
-    wanted, _ = trained(exact, params, tokens)
-    assert_same(found, wanted, 1e-3)
-    after, _ = coded(params, tokens)
-    for x in jax.tree.leaves(after):
-        assert_alike(x)
-
-
 def with_masters(state, tokens):
     """Products see parameters in float32, which follow masters in float64."""
 
@@ -214,13 +199,9 @@ def with_masters(state, tokens):
 
 
 OTHERS = [
-    {"accumulate": 2, "reduce": "once"},
     {"accumulate": 2, "reduce": "each", "gather": "keep"},
     {"gather": "once_per_step", "accumulate": 2, "accumulate_dtype": jnp.float32},
-    {"prefetch_bytes": 0},
-    {"tile_bytes": 2**14},
     {"tile_bytes": 2**14, "accumulate": 2, "param_axes": "local"},
-    {"full": "out"},
     {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2},
     {"offload_activations": jzero.PinnedHost()},
     {"offload_params": jzero.PinnedHost(device_bytes=2**19), "accumulate": 2, "layer_major": True},
@@ -228,7 +209,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow(but=[7])
+@pytest.mark.slow(but=[3])
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_codes_meet_every_other_option(options):
     """As without codes, to what 8 bits can say, and with fewer bytes."""
@@ -259,16 +240,13 @@ def state_with_masters(width=D):
     return {"params": jax.tree.map(lambda w: w.astype(jnp.float32), masters), "masters": masters}
 
 
-@pytest.mark.slow(but=["stage 2, microbatches-130"])
-@pytest.mark.parametrize("width", [D, 130])
+@pytest.mark.slow(but=[0])
 @pytest.mark.parametrize(
-    "options",
-    [{"stage": 1}, {"stage": 2, "accumulate": 2}, {"stage": 1, "offload": jzero.HostCPU()}],
-    ids=["stage 1", "stage 2, microbatches", "HostCPU"],
+    "options", [{"stage": 2, "accumulate": 2}, {"stage": 1, "offload": jzero.HostCPU()}], ids=str
 )
-def test_a_copy_that_rests_takes_up_the_difference(options, width):
+def test_a_copy_that_rests_takes_up_the_difference(options):
     with jax.enable_x64(True):
-        state, tokens = state_with_masters(width), jnp.arange(48) % 256
+        state, tokens = state_with_masters(130), jnp.arange(48) % 256
         train_step: Any = jzero.shard_train_step(
             with_masters, **grouped(gather_dtype=INT4, min_shard_bytes=0, **options)
         )
@@ -379,39 +357,6 @@ def test_zero_plus_plus_by_the_names_of_its_parts():
     assert between_nodes(**hpz, **int4) == pytest.approx(0.5, rel=0.07)
 
 
-@pytest.mark.slow
-def test_a_step_that_casts_to_float8_gathers_float8():
-    def in_float8(w, x):
-        def loss_of(w):
-            return jnp.mean((x @ w.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)) ** 2)
-
-        return w - 0.1 * jax.grad(loss_of)(w)
-
-    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
-    for options in ({}, {"gather_dtype": jnp.int8}):
-        train_step = jzero.shard_train_step(
-            in_float8, mesh=AbstractMesh((8,), ("data",)), **grouped(**options)
-        )
-        found = traffic(train_step, w, x)
-        gathered = {dtype: nbytes for (op, dtype, _), nbytes in found.items() if op == "all-gather"}
-        assert gathered == {"float8_e4m3fn": 256 * 256}
-
-
-@pytest.mark.slow
-def test_bytes_of_each_hop():
-    mesh = AbstractMesh((3, 8), ("node", "local"))
-    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    train_step = jzero.shard_train_step(
-        step, mesh=mesh, comm=jzero.Comm(reduce_dtype={"local": INT8, "node": INT4})
-    )
-    found = traffic(train_step, params, tokens)
-    padded = 144 * D  # 128 rows over 24 devices; the 8 of the first hop divide them
-    local = found["all-to-all", "uint8", ("local",)]
-    assert 4 * 8 * INT8.nbytes(128 * D // 8) <= local <= 4 * 8 * INT8.nbytes(padded // 8)
-    assert found["all-to-all", "uint8", ("node",)] == 4 * 3 * INT4.nbytes(padded // 24)
-
-
 def test_one_axis_may_stay_exact():
     mesh = AbstractMesh((2, 4), ("node", "local"))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
@@ -422,21 +367,6 @@ def test_one_axis_may_stay_exact():
     assert found["reduce-scatter", "float32", ("local",)] == 4 * 4 * D * D
     assert found["all-to-all", "uint8", ("node",)] == 4 * 2 * INT4.nbytes(D * D // 8)
     assert ("all-to-all", "uint8", ("local",)) not in found
-
-
-@pytest.mark.slow
-def test_the_compiled_program_moves_bytes():
-    params, tokens = init(jnp.bfloat16), jnp.arange(48) % 256
-    train_step: Any = jzero.shard_train_step(
-        step, comm=jzero.Comm(gather_dtype=INT8, reduce_dtype=INT8)
-    )
-    text = train_step.lower(params, tokens).compile().as_text()
-    row = INT8.nbytes(D * D // 8)
-    assert f"u8[8,{row}]" in text
-    moved = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
-    assert any(f"u8[8,{row}]" in line for line in moved)
-    whole = [line for line in moved if f"[{D},{D}]" in line.partition("=")[2].partition("(")[0]]
-    assert not whole
 
 
 def update_of(loss_of, params, *args, **options):
@@ -568,22 +498,13 @@ def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes()
         assert_same(trained(both, params, x, 2)[0], wanted, 1e-2)
 
 
-def test_what_rests_whole_is_listed_too():
-    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    mesh = AbstractMesh((8,), ("data",))
-    train_step = jzero.shard_train_step(
-        step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8), axes=jzero.Axes(replicate="'w'")
-    )
-    exact = dict(train_step.describe(params, tokens).exact)
-    assert exact["state['layers']['w']"] == "no part of it is sent quantized"
-
-
 def test_what_stays_exact_is_listed_with_its_reason():
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     mesh = AbstractMesh((2, 4), ("node", "local"))
     train_step = jzero.shard_train_step(
-        step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype={"node": "int4"})
-    )
+        step, mesh=mesh, axes=jzero.Axes(replicate="'w'"),
+        comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype={"node": "int4"}),
+    )  # fmt: skip
     report = train_step.describe(params, tokens)
     text = " ".join(str(report).split())
     assert "quantized: parameters are gathered as int8 in blocks of 256; gradients are" in text
@@ -595,6 +516,7 @@ def test_what_stays_exact_is_listed_with_its_reason():
     assert wire["gather"] == "int8 in blocks of 256"
     assert wire["reduce"] == {"node": "int4 in blocks of 128", "local": None}
     assert wire["exact"] == [
+        ["state['layers']['w']", "no part of it is sent quantized"],
         ["state['layers']['scale']", "no matrix product reads it as it is"],
         ["state['table']", "no matrix product reads it as it is"],
     ]

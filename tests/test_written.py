@@ -18,8 +18,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 AXIS = "batch"
 TX = optax.adamw(1e-2)
 MESHES: dict[str, dict[str, int]] = {
-    "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
-    "2x4": {"node": 2, "local": 4},
+    "1": {"data": 1}, "4": {"data": 4}, "2x4": {"node": 2, "local": 4},
 }  # fmt: skip
 
 
@@ -187,8 +186,7 @@ def test_it_trains_what_its_devices_do(loss, mesh):
 
 
 @pytest.mark.slow(but=["1-3"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "stage"), [("1", 3), ("4", 1), ("2x4", 2)])
 def test_in_each_stage(mesh, stage):
     axes = MESHES[mesh]
     step = step_of(synchronised, clips=True)
@@ -286,15 +284,9 @@ def test_every_device_prints(capfd):
     assert sorted(capfd.readouterr().out.split("\n")) == ["", *(f"of {i}" for i in range(4))]
 
 
-@pytest.mark.slow
-def test_to_it_microbatches_are_devices_in_time():
-    run, _, found = trained(step_of(plain), MESHES["2"], accumulate=2)
-    same(found, reference(step_of(plain), 4))
-
-
 @pytest.mark.slow(but=["1-False", "4-True"])
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("num", [1, 4])
 def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
     """A contrastive loss: each gathers all others' rows, and gets its part of what they make of its own."""
 
