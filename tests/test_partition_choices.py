@@ -41,36 +41,80 @@ def test_what_comes_whole_is_not_gathered():
     assert kinds(found) == ["reduce"]
 
 
+# Steps, what they are given, where their results have to be, and what moves.
+STATE, STATE_WHOLE, BATCH = (SQUARE, ROWS), (SQUARE, P()), (SQUARE, ROWS)
+LONG = ((64, 16), ROWS)
+TABLE, COLUMNS = (400, 16), P(None, "data")
+
+
+def bias_beside_an_activation(w, x, y):
+    """A sum of activations whose gradient is summed over rows for a bias, which is sharded otherwise."""
+    text = (x @ jnp.tanh(y).T).T @ x * jnp.tanh(y)  # Of all rows of x, for each row of y.
+    return w - text.sum(0), text.T @ y
+
+
+def inner_step(w, x):
+    """Its gradient is scattered as the state is, and its result gathered for the next one."""
+    inner = w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+    return jnp.tanh(x @ inner).sum()
+
+
+def looked_up_in_columns(w, x, at):
+    """The rows are exchanged for columns, and what is found for rows: less than all rows of everything."""
+    return jnp.sin(x[(jnp.abs(at[:, 0]) * 20).astype(jnp.int32)]) @ w
+
+
+def most_rows_are_padded_ones(w, x):
+    """And what fills them up again, of their gradient, moves nothing."""
+    return jax.grad(lambda x: (jnp.sin(x[:30] @ w) ** 2).sum())(x)
+
+
+def joined_with_rows(w, x, y):
+    sums = jnp.zeros((16, 16)).at[(jnp.abs(y[:, 0]) * 6).astype(jnp.int32)].add(y)
+    return jnp.sin(jnp.concatenate([x, sums], 1)) @ jnp.concatenate([w, w])
+
+
+def window_of_rows(w, x):
+    """It is cut from all of them, in columns; a product takes it in rows of its own."""
+    return jnp.sin(jax.lax.dynamic_slice_in_dim(x, jnp.int32(3 * w[0, 0] ** 2), 16) @ w)
+
+
+def gradient_of_a_whole_table(w, moment, x):
+    """Of rows that were not looked up in columns the ids are gathered, which are fewer than columns."""
+    ids = (100 * jnp.abs(x[:, :3])).astype(jnp.int32)
+    return moment + jax.grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
+
+
+CASES = [
+    (inner_step, (STATE, BATCH), None, ["gather", "scatter", "gather", "reduce"]),
+    (looked_up_in_columns, (STATE_WHOLE, LONG, LONG), None, ["exchange", "gather", "exchange"]),
+    (most_rows_are_padded_ones, (STATE_WHOLE, ((32, 16), ROWS)), None, []),
+    (joined_with_rows, (STATE_WHOLE, BATCH, BATCH), None, ["scatter"]),
+    (window_of_rows, (STATE_WHOLE, ((32, 16), ROWS)), None, ["exchange", "exchange"]),
+    (gradient_of_a_whole_table, ((TABLE, P()), (TABLE, COLUMNS), BATCH),
+     [from_spec(TABLE, DATA, COLUMNS)], ["gather", "exchange"]),
+]  # fmt: skip
+
+
+@pytest.mark.slow(but=["most_rows_are_padded_ones"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
+def test_what_moves(case):
+    fn, specs, outs, expected = case
+    found = run_and_compare(fn, *specs, outs=outs)
+    assert kinds(found) == expected
+    if "exchange" in expected and outs is None:  # What was exchanged comes back in rows.
+        assert str(found.outs[0]).endswith("@data, 16]")
+
+
 @pytest.mark.slow
 def test_an_activation_is_not_scattered_as_a_bias_is():
-    """A sum of activations whose gradient is summed over rows for a bias, which is sharded otherwise."""
-
-    def fn(w, x, y):
-        h = jnp.tanh(y)
-        text = (x @ h.T).T @ x * h  # Of all rows of x, for each row of y.
-        return w - text.sum(0), text.T @ y
-
-    found = run_and_compare(
-        fn, ((16,), ROWS), (SQUARE, ROWS), (SQUARE, ROWS), outs=[from_spec((16,), DATA, ROWS), None]
-    )
+    outs = [from_spec((16,), DATA, ROWS), None]
+    found = run_and_compare(bias_beside_an_activation, ((16,), ROWS), BATCH, BATCH, outs=outs)
     assert "exchange" not in kinds(found)
-
-
-@pytest.mark.slow
-def test_what_is_added_to_state_is_scattered_as_it_is():
-    """The gradient of an inner step, whose result is gathered for the next one."""
-
-    def fn(w, x):
-        inner = w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
-        return jnp.tanh(x @ inner).sum()
-
-    found = run_and_compare(fn, (SQUARE, ROWS), (SQUARE, ROWS))
-    assert kinds(found) == ["gather", "scatter", "gather", "reduce"]
 
 
 # -- along a sharded dim -------------------------------------------------------------------------------
 UNEVEN = ((13, 5), ROWS)
-LONG = ((64, 16), ROWS)
 
 
 @pytest.mark.slow(but=[14])
@@ -129,26 +173,6 @@ def test_few_elements_are_looked_up_where_they_are(fn, num, mesh):
 
 
 @pytest.mark.slow
-def test_a_not_a_number_of_other_rows_is_not_found():
-    def fn(w, x):
-        return jnp.where(jnp.arange(64)[:, None] == 7, x, jnp.nan)[7]
-
-    run_and_compare(fn, (SQUARE, P()), LONG)
-
-
-@pytest.mark.slow
-def test_rows_that_are_looked_up_in_columns_end_in_rows():
-    """The rows are exchanged for columns, and what is found for rows: less than all rows of everything."""
-
-    def fn(w, x, at):
-        return jnp.sin(x[(jnp.abs(at[:, 0]) * 20).astype(jnp.int32)]) @ w
-
-    found = run_and_compare(fn, (SQUARE, P()), LONG, LONG)
-    assert kinds(found) == ["exchange", "gather", "exchange"]
-    assert str(found.outs[0]) == "[64@data, 16]"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num", [16, 13])
 def test_halves_of_two_batches(num):
     """A device has its rows of both, one behind the other."""
@@ -161,39 +185,6 @@ def test_halves_of_two_batches(num):
     found = run_and_compare(fn, (SQUARE, P()), ((num, 16), ROWS))
     assert set(kinds(found)) <= {"reduce", "gather"}
     assert len([m for m in found.moves if m.kind == "gather"]) <= 1  # The result of dealt-out rows.
-
-
-def test_most_rows_are_padded_ones():
-    """And what fills them up again, of their gradient, moves nothing."""
-
-    def fn(w, x):
-        return jax.grad(lambda x: (jnp.sin(x[:30] @ w) ** 2).sum())(x)
-
-    found = run_and_compare(fn, (SQUARE, P()), ((32, 16), ROWS))
-    assert not found.moves
-
-
-@pytest.mark.slow
-def test_a_sum_goes_to_the_rows_that_it_is_joined_with():
-    def fn(w, x, y):
-        sums = jnp.zeros((16, 16)).at[(jnp.abs(y[:, 0]) * 6).astype(jnp.int32)].add(y)
-        return jnp.sin(jnp.concatenate([x, sums], 1)) @ jnp.concatenate([w, w])
-
-    found = run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS), (SQUARE, ROWS))
-    assert kinds(found) == ["scatter"]
-
-
-@pytest.mark.slow
-def test_rows_that_were_exchanged_come_back():
-    """A window of rows is cut from all of them, in columns; a product takes it in rows of its own."""
-
-    def fn(w, x):
-        at = jnp.int32(3 * w[0, 0] ** 2)
-        return jnp.sin(jax.lax.dynamic_slice_in_dim(x, at, 16) @ w)
-
-    found = run_and_compare(fn, (SQUARE, P()), ((32, 16), ROWS))
-    assert kinds(found) == ["exchange", "exchange"]
-    assert str(found.outs[0]) == "[16@data, 16]"
 
 
 @pytest.mark.slow
@@ -233,20 +224,6 @@ def test_each_device_draws_its_own_random_bits(num):
     ]
     assert (2, 16) in shapes
     assert (16, 16) not in shapes
-
-
-@pytest.mark.slow
-def test_the_gradient_of_a_table_that_is_whole_is_exchanged():
-    """Of rows that were not looked up in columns the ids are gathered, which are fewer than columns."""
-
-    def fn(w, moment, x):
-        ids = (100 * jnp.abs(x[:, :3])).astype(jnp.int32)
-        return moment + jax.grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
-
-    table, columns = (400, 16), P(None, "data")
-    stored = from_spec(table, DATA, columns)
-    found = run_and_compare(fn, (table, P()), (table, columns), (SQUARE, ROWS), outs=[stored])
-    assert kinds(found) == ["gather", "exchange"]
 
 
 @pytest.mark.slow

@@ -395,26 +395,3 @@ def test_the_last_matrix_is_gone_before_its_gradient_is_made():
     assert products(first.jaxpr)[1:3] == [inputs, gradient]
     # Its gather for the backward pass, if there is one of its own, waits for the cotangent.
     assert plain.through(lambda jaxpr: inputs_first(jaxpr, TABLE)).jaxpr is plain.jaxpr
-
-
-@pytest.mark.slow
-def test_barriers_of_the_program_give_way():
-    """A gather waits for a product in their place."""
-
-    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
-        x = x @ lax.all_gather(w, explicit.AXIS, axis=0, tiled=True)
-        v, x = lax.optimization_barrier((v, x))
-        v, u = lax.optimization_barrier((v * 2, v + 1))
-        v, u = lax.optimization_barrier((v + u, u))
-        return [(x @ x.T) @ x @ lax.all_gather(v * u, explicit.AXIS, axis=0, tiled=True)]
-
-    args = [jnp.ones((WIDTH, WIDTH)) / 9, jnp.full((WIDTH, WIDTH), 0.1), jnp.ones((NUM * 2, WIDTH))]
-    specs = [P(explicit.AXIS)] * 3, [P(explicit.AXIS)]
-    plain = explicit.program(step, args, MESH, *specs)
-    for limit, products in ((0, 3), (2**28, 0)):
-        made = plain.through(functools.partial(prefetch, nbytes=limit))
-        waits = [
-            w for eqn, w in behind(made.jaxpr, "dot_general") if eqn.primitive.name == "all_gather"
-        ]
-        assert [len(w) for w in waits] == [0, products]
-        np.testing.assert_array_equal(made.run()(*args)[0], plain.run()(*args)[0])

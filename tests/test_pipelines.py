@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jzero
 import programs
 import small
 import zoo
@@ -178,78 +177,3 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage):
     assert ends == {rows * TICKS: 1, rows * MICROBATCHES: 1}
     assert programs.compiled_collectives(text)["reduce-scatter"] == 4
     assert "all-to-all" not in programs.compiled_collectives(text)
-
-
-@pytest.mark.slow
-def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
-    """A stage moves its own part of them, and of their gradients, as if they rested in stages."""
-
-    def through(blocks, x):
-        staged = jax.tree.map(lambda a: a.reshape(STAGES, EACH, *a.shape[1:]), blocks)
-        return pipelined(lambda x, spec: x, staged, x)
-
-    def merged(tree):
-        paths = jax.tree.leaves_with_path(tree)
-        leaves = [
-            leaf.reshape(-1, *leaf.shape[2:]) if "blocks" in str(path) else leaf
-            for path, leaf in paths
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-    train_step = small.shard_train_step(
-        make_step(through),
-        mesh=small.auto_mesh(data=2, stage=STAGES),
-        axes=jzero.Axes("data", auto_specs={"blocks": P("stage")}),
-    )
-    state = train_step.init(lambda: merged(init()))
-
-    def moved(step, state):
-        traffic = step.describe(state, batches()[0]).traffic
-        return {
-            op: {c.leaf: c.total_elements for c in traffic if c.op == op and "blocks" in c.leaf}
-            for op in ("all-gather", "reduce-scatter")
-        }
-
-    found = moved(train_step, state)
-    assert found == moved(sharded(3), jax.eval_shape(init))
-    assert {name for leaves in found.values() for name in leaves} == {
-        f"state['params']['blocks'][{name!r}]" for name in ("up", "down", "scale")
-    }
-    losses, expected = on_one_device()
-    for tokens, wanted in zip(batches(), losses, strict=True):
-        state, metrics = train_step(state, tokens)
-        zoo.assert_trees_close(zoo.to_host(metrics), wanted, zoo.FP32, "metrics")
-    zoo.assert_trees_close(zoo.to_host(state), merged(expected), zoo.FP32, "state")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "compute"), [(1, jnp.bfloat16), (3, jnp.float32)])
-def test_layers_in_a_loop_over_time_are_gathered_and_reduced_once(stage, compute):
-    """Not in each of its turns; of loops in loops without any axis of XLA's, too."""
-
-    def layer(h, w):
-        return jnp.tanh(h.astype(compute) @ w.astype(compute)).astype(h.dtype), None
-
-    def loss_fn(w, x):
-        def tick(h, row):
-            h, _ = jax.lax.scan(layer, h + row, w)
-            return h, h
-
-        _, out = jax.lax.scan(tick, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
-        return jnp.mean((out - 1) ** 2)
-
-    def step(w, x):
-        return w - 0.1 * jax.grad(loss_fn)(w, x)
-
-    w = np.asarray(jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH))) / 4
-    x = np.random.default_rng(0).normal(size=(BATCH, 5, WIDTH)).astype(np.float32)
-    train_step = small.shard_train_step(
-        step, stage=stage, mesh=small.auto_mesh(data=4), axes="data"
-    )
-    state = train_step.shard(jnp.array(w), x)
-    moved = [(c.op, c.total_elements) for c in train_step.describe(state, x).traffic]
-    passes = 2 if stage == 3 else 1
-    assert sorted(moved) == [("all-gather", w.size)] * passes + [("reduce-scatter", w.size)]
-    new = train_step(state, x)
-    close = zoo.FP32 if compute == jnp.float32 else zoo.Tolerance(2e-2, 1e-2)
-    zoo.assert_trees_close(zoo.to_host(new), zoo.to_host(jax.jit(step)(w, x)), close, "new")

@@ -16,7 +16,6 @@ import jzero
 import programs
 import small
 from jzero._quantities import readable_bytes
-from jzero.sharding.passes import _waits
 
 gpu_compiler.skip_without_it()
 
@@ -158,57 +157,6 @@ def test_tiles_replace_matrices_and_their_gradients(scan, remat):
     schedule = tiled.schedule
     hidden_seconds = schedule.collective_seconds - schedule.exposed_seconds
     assert hidden_seconds > 0.8 * schedule.product_seconds
-
-
-@pytest.mark.slow
-def test_gradients_of_an_unrolled_model_do_not_pile_up():
-    num_layers, dim = 16, 4096
-
-    def step(weights, x):
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-
-        def loss_fn(weights):
-            return jnp.mean(functools.reduce(layer, weights, x) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
-
-    weights = [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
-    x = jax.ShapeDtypeStruct((8 * 1024, dim), jnp.bfloat16)
-    found = jzero.preflight(jzero.shard_train_step(step), weights, x)
-    activations = (num_layers + 2) * 2 * 1024 * dim
-    # Beside the gradients' shards: matrices as they are gathered and reduced, not all of the 16.
-    assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
-
-
-@pytest.mark.slow
-def test_a_gradient_that_waits_for_its_reduction_is_not_copied(monkeypatch):
-    """Experts' matrices are sharded along their second dim; their gradients are made in that layout."""
-    layers, experts, dim, rows = 4, 4, 1024, 8 * 512
-    stack = jax.ShapeDtypeStruct((layers, experts, dim, 2 * dim), jnp.bfloat16)
-
-    def layer(x, w):
-        hidden = jax.nn.gelu(jnp.einsum("erd,edf->erf", x, w["up"]))
-        return x + jnp.einsum("erf,edf->erd", hidden, w["down"]), None
-
-    def step(weights, x):
-        def loss_fn(weights):
-            block = jax.checkpoint(layer, prevent_cse=False)
-            y, _ = jax.lax.scan(block, x.swapaxes(0, 1), weights)
-            return jnp.mean(y.astype(jnp.float32) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
-
-    def kernel_bytes():
-        x = jax.ShapeDtypeStruct((rows, experts, dim), jnp.bfloat16)
-        found = jzero.preflight(jzero.shard_train_step(step), {"up": stack, "down": stack}, x)
-        return found.schedule.kernel_bytes
-
-    laid_out = kernel_bytes()
-    monkeypatch.setattr(_waits, "_dim_first", lambda _, x: x)
-    # Of each layer one gradient waits for the other.
-    assert kernel_bytes() - laid_out >= 2 * stack.size
 
 
 LAYERS, WIDTH, MIB = 8, 1024, 2**20
@@ -364,19 +312,6 @@ def test_optimizer_state_on_the_hosts():
         found = jzero.preflight(train_step, state, BATCH)
         assert {part.name for part in found.parts} == names
         assert found.fits
-
-
-@pytest.mark.slow
-def test_the_most_rows_of_a_step_in_parts():
-    matrix = jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)
-    state = {"params": matrix, "opt_state": jax.eval_shape(TX.init, matrix)}
-    train_step = small.shard_train_step(
-        layered_step(True),
-        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(2**16)),
-    )
-    x = jax.ShapeDtypeStruct((8 * 64, 64), jnp.float32)
-    found = jzero.preflight(train_step, state, x, memory_fraction=1e-6, search_batch=True)
-    assert (found.largest_rows or 0) > 0
 
 
 @pytest.mark.slow

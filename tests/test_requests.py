@@ -130,18 +130,6 @@ def test_trains_the_same_beside_an_axis_of_xla(name):
     )
 
 
-@pytest.mark.slow
-def test_the_mesh_of_the_caller_is_that_of_the_step():
-    """Its axes are Auto outside of the step and Manual inside: equations say where they were traced."""
-    mesh = small.auto_mesh(data=2, context=2, model=2)
-    step = constraining(P(None, "model"), P(None, "model"))
-    options = {"mesh": mesh, "axis_names": ("data", "context"), "accumulate": 2}
-    with jax.set_mesh(mesh):
-        trains_as_on_one_device(
-            step, new_state, batches(), in_specs={"x": P("data", "context")}, **options
-        )
-
-
 def test_what_devices_do_not_divide_is_not_asked_for():
     mesh = small.auto_mesh(a=8)
     step = constraining(P("a"), P(None, "a"), of=lambda x: x[:12])

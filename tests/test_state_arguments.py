@@ -124,23 +124,6 @@ def test_checkpoint_of_the_tuple(tmp_path):
 
 
 @pytest.mark.slow
-def test_state_without_leaves_and_one_that_is_not_first():
-    tx = optax.sgd(0.1)
-
-    def plain(x, params, opt_state):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, jnp.tanh(x[:, :6]))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return loss, optax.apply_updates(params, updates), opt_state
-
-    params = init()[0]
-    want = jax.jit(plain)(X, params, tx.init(params))
-    for argnums in ((1, 2), 1):
-        close(
-            sharded(plain, state_argnums=argnums)(X, init()[0], tx.init(params)), want, str(argnums)
-        )
-
-
-@pytest.mark.slow
 def test_parameters_and_their_average_are_alike():
     def averaging(params, average, opt_state, x, y):
         params, opt_state, metrics = step(params, opt_state, x, y)
@@ -275,25 +258,6 @@ def test_arguments_that_come_back_and_are_no_state(name):
 
 def bits(x):
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-@pytest.mark.slow
-def test_a_target_of_fewer_rows_than_devices_is_whole():
-    """Errors of few rows look like an updated target; but it is no batch, and nothing of it is split."""
-
-    def step_fn(w, x, few, target):
-        def loss_fn(w):
-            head = x.T @ jnp.tanh(x @ w)
-            errors = few @ (w @ head)[:, 0] - target
-            return jnp.mean(errors**2), errors
-
-        grad, errors = jax.grad(loss_fn, has_aux=True)(w["w"])
-        return {**w, "w": w["w"] - 0.01 * grad}, errors
-
-    args = X / 8, X[:6] / 8, Y[0]
-    state = {"w": jnp.asarray(SQUARE), "b": jnp.zeros(6)}
-    want = jax.jit(step_fn)(state, *args)
-    close(sharded(step_fn, state_argnums=None)(state, *args), want, "few")
 
 
 def test_moments_of_ones_own_are_refused_and_may_be_insisted_on():

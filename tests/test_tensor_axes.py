@@ -17,9 +17,7 @@ import programs
 import small
 import zoo
 from jzero.segments import _partitioned
-from jzero.sharding.passes import _order
 from jzero.sharding.plan import _quantized_leaves
-from jzero.tracing import _jaxpr
 from small import grouped
 
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
@@ -238,32 +236,6 @@ def sentences():
     return [rng.integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32) for _ in range(4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept_over", [None, "model"])
-def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
-    """ZeRO-R's P_a is one constraint of the step's own, on what the loop carries from layer to layer."""
-    tx = optax.sgd(0.1)
-
-    def constrain(x, spec):
-        if x.shape[1:] == (SEQ, WIDTH):  # the residual stream
-            spec = P(None, kept_over, None)
-        return jax.lax.with_sharding_constraint(x, spec)
-
-    train_step = small.shard_train_step(
-        make_words_step(tx, constrain, jax.checkpoint),
-        stage=3,
-        mesh=mesh_of(),
-        axes=jzero.Axes("data", auto_specs=WORDS),
-    )
-    plain, state = jax.jit(make_words_step(tx, lambda x, spec: x)), words_init(tx, jnp.float32)
-    tokens = sentences()[0]
-    text = train_step.lower(state, tokens).compile().as_text()
-    stacks = {kept: f"f32[2,{BATCH // 4},{kept},{WIDTH}]" in text for kept in (SEQ, SEQ // 2)}
-    assert stacks == {SEQ: kept_over is None, SEQ // 2: kept_over is not None}
-    found, expected = train_step(train_step.init(lambda: state), tokens), plain(state, tokens)
-    zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "state, loss")
-
-
 @pytest.mark.slow(but=["3-True"])
 @pytest.mark.parametrize("in_slices", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -414,52 +386,6 @@ def test_unknown_patterns_axes_and_dims():
             ).plan(leaves, x)
         for text in texts:
             assert text in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [P(), P(None, "model"), P(None, None, None, "model")], ids=str)
-def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
-    """They are sharded along a later dim, and laid out for that before they wait."""
-    monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
-
-    def layer(x, w):
-        hidden = jnp.tanh(jnp.einsum("bed,edf->bef", x, w["up"]))
-        return x + jnp.einsum("bef,efd->bed", hidden, w["down"]), None
-
-    def experts_step(weights, x):
-        def loss_fn(weights):
-            return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
-
-    keys = jax.random.split(jax.random.key(0))
-    up = jax.random.normal(keys[0], (3, 2, 16, 32)) / 4
-    weights = {"up": up, "down": up.swapaxes(-1, -2) / 2}
-    x = jax.random.normal(keys[1], (BATCH, 2, 16))
-    train_step = small.shard_train_step(
-        experts_step, mesh=mesh_of(), axes=jzero.Axes("data", auto_specs={".*": spec})
-    )
-    actual = train_step(train_step.shard(weights, x), x)
-    expected = zoo.to_host(jax.jit(experts_step)(weights, x))
-    zoo.assert_trees_close(zoo.to_host(actual), expected, zoo.FP32, "experts")
-    program = train_step.program(weights, x, after="auto_axes").jaxpr
-    laid_out = [
-        (e.params["layout"].major_to_minor[0], [*axes])
-        for axes, e in with_axes(program, frozenset()) if e.primitive.name == "layout_constraint"
-    ]  # fmt: skip
-    laid_out = [each for each in laid_out if each[0]]
-    assert {dim for dim, _ in laid_out} == {2}  # of all layers together
-    assert {any(automatic) for _, automatic in laid_out} == {spec != P()}
-
-
-def with_axes(jaxpr, axes):
-    """Every equation, with the axes of the `shard_map`s inside of the program in which it is."""
-    for eqn in jaxpr.eqns:
-        yield axes, eqn
-        more = eqn.params["newly_manual_axes"] if eqn.primitive.name == "shard_map" else frozenset()
-        for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from with_axes(_jaxpr.open_jaxpr(inner)[0], axes | more)
 
 
 # -- codes of few bits, and tiles, of a place's part ----------------------------------------------------

@@ -224,16 +224,6 @@ def test_a_step_that_ended_while_a_call_placed_its_state(monkeypatch):
         train_step(state, X)
 
 
-@pytest.mark.slow
-def test_leaves_that_no_step_consumes_are_everybodys():
-    """Two threads begin with one state that is not in its place, and train two."""
-    train_step = sharded("devices", pathlib.Path())
-    given = jax.tree.map(jnp.asarray, new_state())
-    one, two = together([lambda: train_step(given, X)] * 2)
-    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
 def caught(act: Callable[[], Any]) -> Any:
     try:
         return act()

@@ -175,51 +175,33 @@ def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
         assert_same(load_file(out), tensors)
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        linear: Any = {"use_bias": False, "rngs": rngs}
-        attention: Any = nnx.Module()
-        self.self_attn = attention
-        for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            setattr(attention, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
-        attention.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
-        mlp: Any = nnx.Module()
-        self.mlp = mlp
-        mlp.gate_proj, mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
-        mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
-        self.input_layernorm, self.post_attention_layernorm = (
-            nnx.RMSNorm(DIM, rngs=rngs) for _ in range(2)
-        )
-
-
 class Model(nnx.Module):
     def __init__(self, stacked: bool, rngs: nnx.Rngs):
-        self.embed_tokens = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        def layer(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(DIM, INNER, use_bias=False, rngs=rngs)
+
         if stacked:
-            self.layers: Any = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
+            self.layers: Any = nnx.vmap(layer, axis_size=NUM)(rngs.split(NUM))
         else:
-            self.layers = nnx.List([Block(rngs) for _ in range(NUM)])
-        self.norm = nnx.RMSNorm(DIM, rngs=rngs)
-        self.lm_head = nnx.Linear(DIM, VOCAB, use_bias=False, rngs=rngs)
+            self.layers = nnx.List([layer(rngs) for _ in range(NUM)])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_nnx(stacked, tmp_path):
     """Into the state of a module, whose leaves are Variables."""
     like = nnx.state(nnx.eval_shape(lambda: Model(stacked, nnx.Rngs(0))), nnx.Param)
-    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
-    num = jzero.import_weights(
-        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", like=like
-    )
+    rule = jzero.WeightRule("layers.{i}.weight", "layers/{i}/kernel", "b a -> a b")
+    options: Any = {"layout": jzero.WeightLayout("t", (rule,))}
+    tensors = values({f"layers.{i}.weight": (INNER, DIM) for i in range(NUM)})
+    save_file(tensors, tmp_path / "in.safetensors")
+    num = jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", like=like, **options)
     assert num == len(jax.tree.leaves(like))
     names = _stored.find("test", tmp_path / "ck").leaves
-    assert ("params/layers/2/self_attn/q_proj/kernel/value" in names) != stacked
-    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "ck", {"params": like})["params"]
-    expected = tensors["model.layers.2.mlp.up_proj.weight"].T
-    kernel = restored["layers"]["mlp"]["up_proj"]["kernel"][...][2] if stacked else (
-        restored["layers"][2]["mlp"]["up_proj"]["kernel"][...])  # fmt: skip
-    np.testing.assert_array_equal(kernel, expected)
-    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert ("params/layers/2/kernel/value" in names) != stacked
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "ck", {"params": like})["params"]["layers"]
+    kernel = found["kernel"][...][2] if stacked else found[2]["kernel"][...]
+    np.testing.assert_array_equal(kernel, tensors["layers.2.weight"].T)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", **options)
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
 

@@ -232,26 +232,6 @@ def test_sums_over_one_axis_of_two():
 
 
 @pytest.mark.slow
-def test_rows_and_keys():
-    """What has an entry for each row is concatenated; a key is folded with the device's index."""
-
-    def step(w, x, key):
-        y = x * jax.random.normal(key, x.shape)
-        grads = lax.pmean(jax.grad(lambda w: ((y @ w) ** 2).mean())(w), AXIS)
-        return w - 0.1 * grads, {"rows": (y @ w).sum(1), "pairs": y[:, :2]}
-
-    w, x, key = jnp.ones((8, 8)) / 8, batches()[0], jax.random.key(7)
-    run = small.shard_train_step(
-        step, mesh=small.mesh(**MESHES["4"]), axes=jzero.Axes(axis_name=AXIS)
-    )
-    new, found = run(run.shard(jnp.copy(w), x, key), x, key)
-    keys = jnp.stack([jax.random.fold_in(key, i) for i in range(4)])
-    expected, wanted = jax.vmap(step, (None, 0, 0), axis_name=AXIS)(w, x.reshape(4, 4, 8), keys)
-    same(run.unshard(new), expected[0])
-    same(found, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), wanted))
-
-
-@pytest.mark.slow
 def test_groups_of_devices():
     def step(w, x):
         mean = lax.pmean(x.mean(0, keepdims=True), AXIS, axis_index_groups=[[0, 1], [2, 3]])

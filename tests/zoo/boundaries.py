@@ -290,7 +290,6 @@ def _in_microbatches(accumulate):
 
 
 register("coupled_loss_in_2_microbatches", functools.partial(_in_microbatches, 2))
-register("coupled_loss_in_4_microbatches", functools.partial(_in_microbatches, 4), is_slow=True)
 
 
 @program

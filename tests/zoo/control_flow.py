@@ -126,23 +126,6 @@ def while_until_all_rows_converge():
     return Program(init=init, batches=labelled, step=learning(loss), covers="A2 I2")
 
 
-@relative
-def cond_with_rows():
-    """A scalar of the batch chooses what happens to the rows, inside the gradient."""
-
-    def step(state, x, label):
-        is_wide = x.std() > 1.0
-
-        def loss_fn(params):
-            rows = jax.lax.cond(is_wide, lambda r: jnp.tanh(r), lambda r: 2.0 * r, x)
-            logits = jax.lax.cond(is_wide, mlp, lambda p, r: 0.5 * mlp(p, r), params, rows)
-            return cross_entropies(logits, label).mean(), {"wide": is_wide}
-
-        return learn(state, loss_fn)
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
-
-
 @program
 def cond_for_each_row():
     """A vmapped cond is a select; a vmapped while runs until its last row is done."""

@@ -44,22 +44,6 @@ def debug_print():
     return Program(init=mlp_start, batches=labelled, step=step, covers="I5", calls=[])
 
 
-@relative
-def debug_callback():
-    """Whole rows and scalars go to the host."""
-    calls, record = _recorder()
-
-    def step(state, x, label):
-        def loss_fn(params):
-            return classified(mlp(params, x), label)
-
-        state, outputs = learn(state, loss_fn)
-        jax.debug.callback(record, outputs["loss"], outputs["losses"], label)
-        return state, outputs
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="I5 A2", calls=calls)
-
-
 @program
 def io_callback_in_order():
     """Two ordered calls in a step, the second with the parameters' norm after it."""

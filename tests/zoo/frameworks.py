@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from flax.training import train_state
 
 from ._parts import (
     CLASSES,
@@ -17,52 +15,9 @@ from ._parts import (
     cast,
     cross_entropies,
     labelled,
-    normals,
     with_arguments,
 )
 from ._program import Program, program, relative
-
-
-class _ConvNet(nn.Module):
-    """The ImageNet example's kind of net, small."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Conv(8, (3, 3), use_bias=False)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.8)(x)
-        x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
-        x = nn.Conv(8, (3, 3), feature_group_count=8)(x)
-        x = nn.GroupNorm(num_groups=4)(x)
-        return nn.Dense(CLASSES)(nn.silu(x).mean((1, 2)))
-
-
-class _WithStatistics(train_state.TrainState):
-    batch_stats: Any
-
-
-@relative
-def linen_batch_stats():
-    """A mutable collection beside the parameters, on images."""
-    model = _ConvNet()
-
-    def init(dtype):
-        variables = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 3)), True)
-        return _WithStatistics.create(apply_fn=model.apply, tx=SGD, **cast(variables, dtype))
-
-    def step(state, image, label):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, changed = state.apply_fn(variables, image, True, mutable=["batch_stats"])
-            return cross_entropies(logits, label).mean(), (logits, changed["batch_stats"])
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, stats)), grads = grad_fn(state.params)
-        state = state.apply_gradients(grads=grads, batch_stats=stats)
-        return state, {"loss": loss, "correct": (logits.argmax(-1) == label).sum()}
-
-    batches = normals((16, 6, 6, 3), seed=11, labels=16)
-
-    return Program(init=init, batches=batches, step=step, covers="I4")
 
 
 class _Nnx(nnx.Module):
@@ -149,12 +104,6 @@ def _equinox(step, note=""):
         covers="I4 B3 I3",
         note=note,
     )
-
-
-@relative
-def equinox():
-    """A partitioned module, vmapped over rows with a key for each."""
-    return _equinox(_equinox_step)
 
 
 @program

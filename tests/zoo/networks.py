@@ -32,7 +32,7 @@ from ._parts import (
     start,
     with_arguments,
 )
-from ._program import Program, program, relative
+from ._program import Program, program
 
 CHANNELS = 8
 IMAGE = (16, 6, 6, 3)  # rows, height, width, channels
@@ -167,37 +167,6 @@ def per_example_gradients_of_a_convolution():
         return {"params": params, "opt": opt}, {"losses": losses, "norms": norms}
 
     return Program(init=init, batches=_images, step=step, covers="A1 I2")
-
-
-@relative
-def normalisations():
-    """Layer, group, instance and weight norms, and one over batch and channels."""
-
-    def init(dtype):
-        params = {
-            "stem": kernel(0, (3, 3, 3, CHANNELS), dtype),
-            "gain": 1 + normal(1, (4, CHANNELS), dtype, 0.1),
-            "head": dense_params(2, CHANNELS, CLASSES, dtype),
-        }
-        return start(params)
-
-    def normed(x, dims):
-        return (x - x.mean(dims, keepdims=True)) / jnp.sqrt(x.var(dims, keepdims=True) + 1e-2)
-
-    def loss(params, image, label):
-        w = params["stem"]
-        w = w / jnp.sqrt((w**2).sum((0, 1, 2), keepdims=True) + 1e-3)
-        gains = [gain[None, None, None] for gain in params["gain"]]
-        x = _conv(image, w)
-        x = jnp.tanh(normed(x, -1) * gains[0])
-        b, h, width, c = x.shape
-        grouped = normed(x.reshape(b, h, width, 4, c // 4), (1, 2, 4))
-        x = jnp.tanh(grouped.reshape(x.shape) * gains[1])
-        x = jnp.tanh(normed(x, (1, 2)) * gains[2] + x)
-        x = jnp.tanh(normed(x, (0, 3)) * gains[3] + x)
-        return classified(dense(params["head"], x.mean((1, 2))), label)
-
-    return Program(init=init, batches=_images, step=learning(loss), covers="I2 A8")
 
 
 @program
@@ -453,60 +422,6 @@ def ppo():
 
     batches = with_arguments(labelled, more)
     return Program(init=init, batches=batches, step=step, covers="A8 I4 I3")
-
-
-@relative
-def ppo_over_time_and_rows():
-    """Advantages by a scan over time, then [time, rows] merged and cut into minibatches."""
-    length = 6
-
-    def step(state, x, reward, key):
-        values = mlp(state["params"], x)[..., 0]
-
-        def turn(after, now):
-            value, following, got = now
-            after = got + 0.9 * following - value + 0.8 * after
-            return after, after
-
-        following = jnp.concatenate([values[1:], jnp.zeros_like(values[:1])])
-        first = jnp.zeros(x.shape[1], x.dtype)
-        _, gae = jax.lax.scan(turn, first, (values, following, reward), reverse=True)
-        targets = gae + values
-        gae = (gae - gae.mean()) / (gae.std() + 1e-2)
-        order = jax.random.permutation(key, length * x.shape[1])
-        merged = [a.reshape(-1, *a.shape[2:])[order] for a in (x, targets, gae)]
-        parts = [a.reshape(3, -1, *a.shape[1:]) for a in merged]
-
-        def minibatch(state, rows):
-            rows, target, weight = rows
-
-            def loss_fn(params):
-                errors = (mlp(params, rows)[:, 0] - target) ** 2
-                return (jax.nn.softplus(weight) * errors).mean(), {}
-
-            return learn(state, loss_fn)
-
-        state, outputs = jax.lax.scan(minibatch, state, parts)
-        return state, {**outputs, "gae": gae}
-
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(14)
-        return [
-            (
-                rng.normal(size=(length, ROWS, FEATURES)).astype(dtype),
-                rng.normal(size=(length, ROWS)).astype(dtype),
-                jax.random.key(i),
-            )
-            for i in range(num_steps)
-        ]
-
-    return Program(
-        init=mlp_of(FEATURES, WIDTH, 1),
-        batches=batches,
-        step=step,
-        covers="A8 A4 I4",
-        row_dims={"x": 1, "reward": 1},
-    )
 
 
 def _graphs(num_steps, dtype):
@@ -885,31 +800,6 @@ def sparse_arrays_made_in_the_step():
     return Program(
         init=init, batches=partial(sparse_rows, sizes, num), step=learning(loss), covers="I2 A5"
     )  # fmt: skip
-
-
-@relative
-def bfloat16_compute():
-    """bf16 parameters and activations from float32 masters; losses in float32."""
-
-    def step(state, x, label):
-        def loss_fn(params):
-            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-            logits = mlp(narrow, x.astype(jnp.bfloat16)).astype(jnp.float32)
-            losses = cross_entropies(logits, label)
-            return losses.mean(), {"correct": (logits.argmax(-1) == label).sum()}
-
-        state, outputs = learn(state, loss_fn)
-        return state, {**outputs, "loss": outputs["loss"].astype(jnp.bfloat16)}
-
-    return Program(
-        init=mlp_start,
-        batches=labelled,
-        step=step,
-        covers="I2",
-        exact_dtypes=("float32",),
-        rounded_to="bfloat16",
-        note="gradients are summed over rows in bfloat16",
-    )
 
 
 @program

@@ -67,19 +67,6 @@ def _by_map(params, x, label, batch_size=None):
     return losses, _summed(grads), was_cut
 
 
-def _by_chunks(params, x, label):
-    """A scan over chunks of rows, and within each one a vmap: what fits into memory."""
-
-    def body(total, chunk):
-        losses, grads, was_cut = _by_vmap(params, *chunk)
-        return jax.tree.map(jnp.add, total, grads), (losses, was_cut)
-
-    chunks = x.reshape(4, -1, x.shape[-1]), label.reshape(4, -1)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total, (losses, was_cut) = jax.lax.scan(body, zeros, chunks)
-    return losses.reshape(-1), total, was_cut.reshape(-1)
-
-
 def _dp_sgd(private_gradients):
     def step(state, x, label, key):
         losses, total, was_cut = private_gradients(state["params"], x, label)
@@ -106,9 +93,8 @@ for _name, _gradients in {
     "dp_sgd_by_scan": _by_scan,
     "dp_sgd_by_map": _by_map,
     "dp_sgd_by_map_in_batches": functools.partial(_by_map, batch_size=5),
-    "dp_sgd_by_chunks": _by_chunks,
 }.items():
-    register(_name, functools.partial(_dp_sgd, _gradients), is_slow=_name == "dp_sgd_by_chunks")
+    register(_name, functools.partial(_dp_sgd, _gradients))
 
 
 def _tasks(num_steps, dtype):

@@ -53,12 +53,10 @@ for _name, _key_of_step, _config in [
     ("dropout_typed_key", jax.random.key, None),
     ("dropout_raw_key", jax.random.PRNGKey, None),
     ("dropout_rbg_key", functools.partial(jax.random.key, impl="rbg"), None),
-    ("dropout_unsafe_rbg_key", functools.partial(jax.random.key, impl="unsafe_rbg"), None),
     # Bits of a part of the rows cannot be computed alone: the whole must be.
     ("dropout_threefry_in_order", jax.random.key, {"jax_threefry_partitionable": False}),
 ]:
-    _is_slow = _name == "dropout_unsafe_rbg_key"
-    register(_name, functools.partial(_dropout, _key_of_step, _config), is_slow=_is_slow)
+    register(_name, functools.partial(_dropout, _key_of_step, _config))
 
 
 @program

@@ -17,7 +17,7 @@ import jzero
 from jzero._compare import to_host
 
 from ._program import Program, relative
-from .core import ROWS, adamw, labelled_batches
+from .core import ROWS
 
 
 def of_objects(
@@ -37,10 +37,6 @@ def of_objects(
     step, _ = jzero.from_nnx(train_step, **make())
     init = lambda: jzero.from_nnx(train_step, **make())[1]  # noqa: E731
     return Program(init=init, batches=batches, step=step, alone=alone)
-
-
-def optimizer_of(model, tx=None):
-    return nnx.Optimizer(model, tx or adamw(), wrt=nnx.Param)
 
 
 class Count(nnx.Variable):
@@ -73,49 +69,6 @@ def curve(num_steps):
     return [
         ((jnp.asarray(x, jnp.float32), jnp.asarray(0.8 * x**2 + 0.1, jnp.float32)),) for x in xs
     ]
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
-        self.bn = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.gelu(self.dropout(self.bn(self.linear(x))))
-
-
-class ScanMLP(nnx.Module):
-    def __init__(self, num_layers, rngs):
-        make = nnx.vmap(Block, in_axes=0, axis_size=num_layers)
-        self.layers = nnx.split_rngs(splits=num_layers)(make)(rngs)
-
-    def __call__(self, x):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def scan_fn(x, block):
-            return block(x)
-
-        return scan_fn(x, self.layers)
-
-
-@relative
-def toy_06_scan_over_layers():
-    """Layers in a scan, each with its batch statistics and its keys."""
-
-    @nnx.jit
-    def train_step(model, optimizer, batch):
-        def loss_fn(model):
-            return jnp.mean((model(batch["x"]) - 1.0) ** 2)
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def make():
-        model = ScanMLP(3, nnx.Rngs(0))
-        return {"model": model, "optimizer": optimizer_of(model)}
-
-    return of_objects(train_step, make, labelled_batches)
 
 
 class ArrayLinear(nnx.Module):

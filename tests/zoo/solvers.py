@@ -1,7 +1,5 @@
 """Optimizers that look at losses, search, solve and decide: with the whole batch's numbers."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from ._parts import (
     WIDTH,
     adamw,
     cross_entropies,
-    dense,
     kernel,
     labelled,
     learn,
@@ -130,13 +127,6 @@ def optax_backtracking_linesearch():
     return found
 
 
-@relative
-def optax_lbfgs():
-    """Memory of past steps and a zoom line search."""
-    search = optax.scale_by_zoom_linesearch(max_linesearch_steps=6)
-    return _line_search(optax.lbfgs(memory_size=3, linesearch=search))
-
-
 @program
 def mezo_with_adam():
     """Two losses and no gradient: their difference times noise from a key, into Adam."""
@@ -200,57 +190,6 @@ def sophia_g():
 
     batches = with_arguments(labelled, _with_keys)
     return Program(init=init, batches=batches, step=step, covers="A5 I3")
-
-
-@program
-def polyak_step_size():
-    """The loss over the squared norm of its gradient."""
-
-    def step(state, x, label):
-        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
-        length = jnp.minimum(0.1 * value / (optax.tree.norm(grads) ** 2 + 1e-3), 1.0)
-        params = _moved(state["params"], grads, -length)
-        return {**state, "params": params}, {"loss": value, "length": length}
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A3 A8")
-
-
-@program
-def reduce_on_plateau():
-    """optax's: a counter in the state follows whether the loss still falls."""
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, atol=10.0)
-    tx = optax.chain(optax.sgd(0.1, momentum=0.9), plateau)
-
-    def step(state, x, label):
-        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
-        updates, opt = tx.update(grads, state["opt"], state["params"], value=value)
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt}, {"loss": value}
-
-    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
-
-
-@program
-def schedules_and_clipping():
-    """A chain: global norm, adaptive clipping, a warmup and cosine schedule, decay of kernels only."""
-    schedule = optax.warmup_cosine_decay_schedule(1e-3, 3e-2, 2, 10)
-    tx = optax.chain(
-        optax.clip_by_global_norm(0.5),
-        optax.adaptive_grad_clip(0.2),
-        adamw(schedule, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
-    )
-
-    def step(state, x, label):
-        def loss_fn(params):
-            return _loss(params, x, label), {}
-
-        state, outputs = learn(state, loss_fn, tx)
-        count = optax.tree.get(
-            state["opt"], "count", filtering=lambda path, _: "Schedule" in str(path[-1])
-        )
-        return state, {**outputs, "rate": schedule(count)}
-
-    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
 
 
 @program
@@ -377,34 +316,6 @@ def custom_linear_solve():
     )
 
 
-@relative
-def fixed_point_of_the_batch():
-    """Responsibilities of a mixture (EM): a fixed number of turns over all rows, then a gradient."""
-
-    def init(dtype):
-        params = mlp_params(dtype, (FEATURES, WIDTH, 4))
-        return start(params, centres=mlp_params(dtype, (3, 4))[0]["kernel"])
-
-    def step(state, x):
-        z = mlp(state["params"], x)
-
-        def turn(_, centres):
-            distances = ((z[:, None] - centres[None]) ** 2).sum(-1)
-            shares = jax.nn.softmax(-distances)
-            return shares.T @ z / (shares.sum(0)[:, None] + 1e-3)
-
-        centres = jax.lax.fori_loop(0, 4, turn, state["centres"])
-
-        def loss_fn(params):
-            distances = ((mlp(params, x)[:, None] - centres[None]) ** 2).sum(-1)
-            loss = -jax.nn.logsumexp(-distances, axis=-1).mean()
-            return loss + jnp.exp(-((mlp(params, x)) ** 2).mean()), {"centres": centres}
-
-        return learn(state, loss_fn, centres=centres)
-
-    return Program(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A6 A8")
-
-
 @program
 def td3_in_microbatches():
     """Twin critics, a delayed actor, clipped noise from a key, two microbatches."""
@@ -471,19 +382,9 @@ def td3_in_microbatches():
     )
 
 
-@relative
-def matrix_preconditioners():
-    """Muon and Shampoo-like factors read whole gradients: they must be those of all rows."""
-    tx = optax.contrib.muon(0.02)
-
-    def loss(params, x, label):
-        logits = dense(params[1], jnp.tanh(dense(params[0], x)))
-        return cross_entropies(logits, label).mean(), {"guesses": logits.argmax(-1)}
-
-    return Program(init=mlp_of(tx=tx), batches=labelled, step=learning(loss, tx), covers="A1")
-
-
-def _bf16_moments(options, covers):
+@program
+def bf16_moments_on_the_host():
+    """The host's kernels round after every operation; XLA may round less often."""
     import jzero
 
     tx = jzero.master_weights(optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16))
@@ -500,26 +401,12 @@ def _bf16_moments(options, covers):
         init=init,
         batches=labelled,
         step=learning(loss, tx),
-        covers=covers,
-        options=options,
+        covers="A10",
+        options={"offload": jzero.HostCPU()},
         exact_dtypes=("float32",),
-        note="bf16 parameters and moments, float32 masters",
+        rounded_to="bfloat16",
+        note="bf16 parameters and moments, float32 masters: equal to one rounding",
     )
-
-
-@relative
-def bf16_moments():
-    """Parameters, and so gradients and their sums over the batch, in bfloat16 too."""
-    return dataclasses.replace(_bf16_moments({}, "A10"), rounded_to="bfloat16")
-
-
-@program
-def bf16_moments_on_the_host():
-    """The host's kernels round after every operation; XLA may round less often."""
-    import jzero
-
-    family = _bf16_moments({"offload": jzero.HostCPU()}, "A10")
-    return dataclasses.replace(family, rounded_to="bfloat16", note="equal to one rounding")
 
 
 @relative

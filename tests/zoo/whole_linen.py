@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import tempfile
 from typing import Any
 
@@ -14,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import serialization
 from flax.training import train_state
 
-from ._script import BATCH_SIZE, NUM_STEPS, adam, images, script, tokens
+from ._script import BATCH_SIZE, NUM_STEPS, adam, script, tokens
 
 TrainState: Any = train_state.TrainState
 
@@ -107,70 +105,6 @@ def nanodo_trainer(jit):
         _, first = Trainer(Config(workdir), data).run(until=3)
         state, resumed = Trainer(Config(workdir), data).run(until=4)
     return state, first, resumed
-
-
-@script()
-def big_vision(jit):
-    """`update_fn(params, opt, rng, batch)`: a key that comes back, measurements, a checkpoint by NumPy."""
-
-    class Mixer(nn.Module):
-        @nn.compact
-        def __call__(self, image, train=False):
-            x = nn.Conv(16, (2, 2), strides=(2, 2), name="stem")(image)
-            x = x.reshape(len(x), -1, 16)
-            y = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x).swapaxes(1, 2)))
-            x = x + nn.Dense(x.shape[1], use_bias=False)(y).swapaxes(1, 2)
-            x = nn.Dropout(0.1)(nn.LayerNorm()(x).mean(1), deterministic=not train)
-            return nn.Dense(10, name="head", kernel_init=nn.initializers.zeros)(x)
-
-    model: Any = Mixer()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(eps=1e-3))
-    schedule = optax.linear_schedule(1e-2, 0.0, 10)
-    tx = optax.chain(tx, optax.scale_by_schedule(schedule), optax.scale(-1.0))
-
-    @functools.partial(jit, donate_argnums=(0, 1))
-    def update_fn(params, opt, rng, batch):
-        measurements = {}
-        rng, rng_mixup, rng_model = jax.random.split(rng, 3)
-        mix = jax.random.beta(rng_mixup, 0.5, 0.5)
-        image = mix * batch["image"] + (1 - mix) * jnp.roll(batch["image"], 1, axis=0)
-        hot = jax.nn.one_hot(batch["label"], 10)
-        labels = mix * hot + (1 - mix) * jnp.roll(hot, 1, axis=0)
-
-        def loss_fn(params):
-            logits = model.apply({"params": params}, image, train=True, rngs={"dropout": rng_model})
-            return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels).sum(-1))
-
-        l, grads = jax.value_and_grad(loss_fn)(params)  # noqa: E741
-        updates, opt = tx.update(grads, opt, params)
-        params = optax.apply_updates(params, updates)
-        gs = jax.tree.leaves(grads)
-        measurements["l2_grads"] = jnp.sqrt(sum([jnp.vdot(g, g) for g in gs]))
-        ps = jax.tree.leaves(params)
-        measurements["l2_params"] = jnp.sqrt(sum([jnp.vdot(p, p) for p in ps]))
-        us = jax.tree.leaves(updates)
-        measurements["l2_updates"] = jnp.sqrt(sum([jnp.vdot(u, u) for u in us]))
-        return params, opt, rng, l, measurements
-
-    @jax.jit
-    def predict_fn(params, image):
-        return jax.nn.sigmoid(model.apply({"params": params}, image))
-
-    rng, rng_init = jax.random.split(jax.random.PRNGKey(0))
-    *train, val = images(NUM_STEPS + 1)
-    params = jax.jit(model.init)(rng_init, train[0]["image"])["params"]
-    opt = tx.init(params)
-    rng, rng_loop = jax.random.split(rng)
-    log: list[Any] = []
-    for step, batch in enumerate(train):
-        params, opt, rng_loop, loss_value, measurements = update_fn(params, opt, rng_loop, batch)
-        log.append({"training_loss": float(loss_value), "global_schedule": schedule(step)})
-        log[-1] |= measurements
-    file = io.BytesIO()
-    checkpoint = {"params": params, "opt": serialization.to_state_dict(opt), "step": step}
-    np.savez(file, **flax.traverse_util.flatten_dict(jax.tree.map(np.asarray, checkpoint), sep="/"))
-    file.seek(0)
-    return params, opt, rng_loop, log, dict(np.load(file)), predict_fn(params, val["image"])
 
 
 @script()
