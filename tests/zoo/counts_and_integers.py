@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from ._parts import (
     CLASSES,
     FEATURES,
-    ROWS,
     cross_entropies,
     labelled,
     learn,
@@ -18,8 +17,6 @@ from ._parts import (
     update,
 )
 from ._program import Program, program, relative
-
-GLOBAL_BATCH = ROWS
 
 
 @program
@@ -41,17 +38,6 @@ def counters_from_shapes():
 
 
 @program
-def sum_over_global_batch():
-    """The loss is a sum, divided by the number of rows that the author knows."""
-
-    def loss(params, x, label):
-        losses = cross_entropies(mlp(params, x), label)
-        return losses.sum() / GLOBAL_BATCH, {"total": losses.sum()}
-
-    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5")
-
-
-@program
 def integer_metrics():
     """Counts, a confusion matrix, extremes and places, none of which has a mean."""
 
@@ -68,31 +54,6 @@ def integer_metrics():
             "guesses": guess,
             "first_wrong": (guess != label).argmax(),
             "classes_seen": (jnp.bincount(label, length=CLASSES) > 0).sum(),
-        }
-        return cross_entropies(logits, label).mean(), outputs
-
-    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5 I4")
-
-
-@program
-def bits_of_the_batch():
-    """Reductions of integers and truth values: wrap-around sums, products, and, or, xor, bit counts."""
-
-    def loss(params, x, label):
-        logits = mlp(params, x)
-        hashed = label.astype(jnp.uint32) * jnp.uint32(2654435761)
-        right = logits.argmax(-1) == label
-        outputs = {
-            "hash": hashed.sum(dtype=jnp.uint32),
-            "xor": jnp.bitwise_xor.reduce(hashed),
-            "or": jnp.bitwise_or.reduce(label),
-            "and": jnp.bitwise_and.reduce(label | 8),
-            "all": (label < 9).all(),
-            "any": right.any(),
-            "bits": jax.lax.population_count(hashed).sum(),
-            "small": label.astype(jnp.int8).sum(dtype=jnp.int8),
-            "product": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
-            "packed": jnp.packbits(right),
         }
         return cross_entropies(logits, label).mean(), outputs
 

@@ -134,25 +134,6 @@ def pure_callback_on_the_batch():
     return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
 
 
-@program
-def pure_callback_on_a_scalar():
-    """The host turns the batch's loss into a step's length."""
-
-    def length(loss):
-        return np.asarray(np.tanh(loss), np.asarray(loss).dtype)
-
-    def step(state, x, label):
-        def loss(params):
-            return cross_entropies(mlp(params, x), label).mean()
-
-        value, grads = jax.value_and_grad(loss)(state["params"])
-        scale = jax.pure_callback(length, jax.ShapeDtypeStruct((), x.dtype), value)
-        grads = jax.tree.map(lambda g: scale * g, grads)
-        return update(state, grads), {"loss": value, "scale": scale}
-
-    return Program(init=mlp_start, batches=labelled, step=step, covers="A2")
-
-
 @relative
 def pure_callback_for_each_row():
     """vmap_method='expand_dims': the host sees all rows; 'sequential': one after the other."""

@@ -17,7 +17,7 @@ from ._parts import (
     labelled,
     with_arguments,
 )
-from ._program import Program, program, relative
+from ._program import Program, program
 
 
 class _Nnx(nnx.Module):
@@ -112,62 +112,6 @@ def equinox_filter_jit():
     import equinox as eqx
 
     return _equinox(eqx.filter_jit(_equinox_step), "Misleading: eqx.filter_jit")
-
-
-@relative
-def equinox_batch_norm():
-    """A stateful norm over a vmapped axis with a name, as its users must write it."""
-    import equinox as eqx
-
-    class Net(eqx.Module):
-        first: Any
-        last: Any
-        norm: Any
-
-        def __init__(self, dtype):
-            keys = jax.random.split(jax.random.key(0))
-            self.first = eqx.nn.Linear(FEATURES, WIDTH, key=keys[0], dtype=dtype)
-            self.last = eqx.nn.Linear(WIDTH, CLASSES, key=keys[1], dtype=dtype)
-            self.norm = eqx.nn.BatchNorm(WIDTH, "rows", mode="batch", dtype=dtype)
-
-        def __call__(self, row, stats):
-            # A bias right before a norm would have a gradient of rounding errors alone.
-            h, stats = self.norm(jnp.sin(2 * self.first(row)), stats)
-            return self.last(jax.nn.relu(h)), stats
-
-    def build(dtype):
-        model, stats = eqx.nn.make_with_state(Net)(jnp.dtype(dtype))
-        params, static = eqx.partition(model, eqx.is_inexact_array)
-        leaves, structure = jax.tree.flatten(stats)
-        return params, static, leaves, structure
-
-    def init(dtype):
-        params, _, leaves, _ = build(dtype)
-        return {"params": params, "opt": SGD.init(params), "stats": cast(leaves, dtype)}
-
-    def step(state, x, label):
-        _, static, _, structure = build(x.dtype)
-
-        def loss_fn(params):
-            model = eqx.combine(params, static)
-            stats = jax.tree.unflatten(structure, state["stats"])
-            mapped = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
-            logits, stats = mapped(x, stats)
-            return cross_entropies(logits, label).mean(), (logits, jax.tree.leaves(stats))
-
-        grad_fn = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, stats)), grads = grad_fn(state["params"])
-        updates, opt = SGD.update(grads, state["opt"], state["params"])
-        params = eqx.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt, "stats": stats}, {"loss": loss, "logits": logits}
-
-    return Program(
-        init=init,
-        batches=labelled,
-        step=step,
-        covers="I4 A6",
-        note="pmean over a name of the step's own vmap: no name of devices",
-    )
 
 
 @program

@@ -288,33 +288,6 @@ def _is_list(tree):
 
 
 @program
-def vae():
-    """Sums over features and rows, noise from a key, a few reconstructions as outputs."""
-    latent = 4
-
-    def init(dtype):
-        params = {
-            "encoder": mlp_params(dtype, (FEATURES, WIDTH, 2 * latent)),
-            "decoder": mlp_params(dtype, (latent, WIDTH, FEATURES), seed=40),
-        }
-        return start(params, optax.sgd(1e-2))
-
-    def loss(params, x, key):
-        mean, log_var = jnp.split(mlp(params["encoder"], x), 2, axis=-1)
-        noise = jax.random.normal(key, mean.shape, mean.dtype)
-        made = mlp(params["decoder"], mean + jnp.exp(log_var / 2) * noise)
-        error = ((made - x) ** 2).sum()
-        kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum()
-        per_latent = (mean.var(0) > 0.01).sum()
-        return (error + kl) / x.shape[0], {"recon": made[:3], "kl": kl, "active": per_latent}
-
-    batches = with_arguments(normals((ROWS, FEATURES)), lambda i, _: (jax.random.key(i),))
-    return Program(
-        init=init, batches=batches, step=learning(loss, optax.sgd(0.01)), covers="A7 A5 I3"
-    )
-
-
-@program
 def moe_with_a_capacity():
     """Rows queue for experts by a cumulative sum over the batch; who comes too late is dropped."""
     num_experts, capacity = 4, 10
@@ -492,59 +465,6 @@ def graphs():
         return learn(state, loss_fn)
 
     return Program(init=init, batches=_graphs, step=step, covers="I4 I2 A8")
-
-
-@program
-def fourier_layers():
-    """FFTs over positions and features, and one over the batch itself."""
-    length = 8
-
-    def init(dtype):
-        params = {
-            "real": normal(0, (5, FEATURES), dtype),
-            "imaginary": normal(1, (5, FEATURES), dtype),
-            "head": dense_params(2, FEATURES, CLASSES, dtype),
-        }
-        return start(params)
-
-    def loss(params, x, label):
-        spectrum = jnp.fft.rfft(x, axis=1)
-        weights = jax.lax.complex(params["real"], params["imaginary"])
-        filtered = jnp.fft.irfft(spectrum * weights[None], n=length, axis=1)
-        mixed = jnp.fft.fft2(filtered, axes=(1, 2)).real / length
-        logits = dense(params["head"], jnp.tanh(mixed).mean(1))
-        along = jnp.abs(jnp.fft.rfft(logits.mean(-1)))
-        losses = cross_entropies(logits, label)
-        loss = losses.mean() + 0.01 * (along**2).mean()
-        return loss, {"along": along, "losses": losses, "mean": spectrum.mean((0, 1))}
-
-    batches = normals((ROWS, length, FEATURES), seed=16, labels=ROWS)
-
-    return Program(init=init, batches=batches, step=learning(loss), covers="I2 B5")
-
-
-@program
-def sorts_over_features():
-    """Top-k, sorts, cumulative sums, gathers and arg-reductions over dims that are no batch."""
-
-    def loss(params, x, label):
-        z = mlp(params, x)
-        top, at = jax.lax.top_k(z, 4)
-        ordered = jnp.sort(z, axis=-1)
-        order = jnp.argsort(z, axis=-1)
-        sums = jnp.cumsum(ordered, axis=-1)
-        picked = jnp.take_along_axis(z, order[:, ::3], axis=-1)
-        hot = jax.nn.one_hot(at[:, 0], WIDTH, dtype=z.dtype)
-        halves = z.reshape(-1, 2, WIDTH // 2).max(1)
-        maxout = jnp.median(z, axis=-1) + jnp.quantile(z, 0.3, axis=-1)
-        pieces = [top.mean(-1), sums.mean(-1) / WIDTH, picked.std(-1), halves.mean(-1), maxout]
-        loss = sum((p**2).mean() for p in pieces) + (hot * z).sum(-1).mean()
-        loss += cross_entropies(z, label).mean()
-        return loss, {"at": at, "order": order, "best": z.argmax(-1), "worst": z.argmin(-1)}
-
-    return Program(
-        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=labelled, step=learning(loss), covers="I2"
-    )
 
 
 @program
@@ -800,32 +720,3 @@ def sparse_arrays_made_in_the_step():
     return Program(
         init=init, batches=partial(sparse_rows, sizes, num), step=learning(loss), covers="I2 A5"
     )  # fmt: skip
-
-
-@program
-def selects_and_windows():
-    """select, clamp, pads, reduce windows with maxima and their scatters, cumulative maxima, gathers."""
-
-    def loss(params, x, at):
-        z = mlp(params, x)
-        clamped = jax.lax.clamp(jnp.asarray(-0.5, z.dtype), z, jnp.asarray(0.7, z.dtype))
-        pooled = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 4), (1, 2), "SAME")
-        chosen = jax.lax.select(z > 0.1, z, 0.2 * z)
-        padded = jax.lax.pad(z, jnp.asarray(0.5, z.dtype), ((0, 0, 0), (2, -1, 1)))
-        part = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 5))(z, at)
-        written = jax.vmap(lambda row, p, i: jax.lax.dynamic_update_slice(row, p, (i,)))(
-            z, 2 * part, at
-        )
-        rising = jax.lax.cummax(z, axis=1)
-        cases = jnp.select([z > 1, z < -1], [z**2, -z], 0.5 * z)
-        pieces = [clamped, pooled, chosen, padded, part, written, rising, cases]
-        losses = sum((p**2).mean(-1) for p in pieces)
-        return losses.mean(), {"losses": losses, "part": part}
-
-    def places(i, dtype):
-        return (np.random.default_rng(70 + i).integers(0, 12, ROWS).astype(np.int32),)
-
-    batches = with_arguments(normals((ROWS, FEATURES)), places)
-    return Program(
-        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=batches, step=learning(loss), covers="I2"
-    )

@@ -10,7 +10,6 @@ from ._parts import (
     ROWS,
     SGD,
     WIDTH,
-    adamw,
     cross_entropies,
     kernel,
     labelled,
@@ -128,32 +127,6 @@ def optax_backtracking_linesearch():
 
 
 @program
-def mezo_with_adam():
-    """Two losses and no gradient: their difference times noise from a key, into Adam."""
-    tx = adamw()
-
-    def step(state, x, label, key):
-        leaves, structure = jax.tree.flatten(state["params"])
-        keys = jax.random.split(key, len(leaves))
-        noise = jax.tree.unflatten(
-            structure,
-            [
-                jax.random.normal(k, leaf.shape, leaf.dtype)
-                for k, leaf in zip(keys, leaves, strict=True)
-            ],
-        )
-        length = 0.1
-        above = _loss(_moved(state["params"], noise, length), x, label)
-        below = _loss(_moved(state["params"], noise, -length), x, label)
-        slope = (above - below) / (2 * length)
-        grads = jax.tree.map(lambda z: slope * z, noise)
-        return update(state, grads, tx), {"above": above, "below": below}
-
-    batches = with_arguments(labelled, _with_keys)
-    return Program(init=mlp_of(tx=tx), batches=batches, step=step, covers="A3 I3")
-
-
-@program
 def sam():
     """The gradient is taken where the whole batch's first gradient leads."""
 
@@ -163,33 +136,6 @@ def sam():
         return update(state, jax.grad(_loss)(moved, x, label)), {"loss": value}
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="A1 A3")
-
-
-@program
-def sophia_g():
-    """A Hessian diagonal from gradients of sampled labels, squared and times the number of rows."""
-
-    def init(dtype):
-        zeros = jax.tree.map(jnp.zeros_like, mlp_params(dtype))
-        return {**mlp_start(dtype), "momentum": zeros, "hessian": zeros}
-
-    def step(state, x, label, key):
-        params = state["params"]
-        value, grads = jax.value_and_grad(_loss)(params, x, label)
-        sampled = jax.random.categorical(key, mlp(params, x))
-        guess = jax.grad(_loss)(params, x, sampled)
-        hessian = jax.tree.map(
-            lambda h, g: 0.5 * h + 0.5 * g**2 * x.shape[0], state["hessian"], guess
-        )
-        momentum = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, state["momentum"], grads)
-        ratio = jax.tree.map(lambda m, h: jnp.clip(m / (h + 1e-2), -1, 1), momentum, hessian)
-        clipped = sum(jnp.sum(jnp.abs(r) == 1) for r in jax.tree.leaves(ratio))
-        params = _moved(params, ratio, -0.05)
-        state = {**state, "params": params, "momentum": momentum, "hessian": hessian}
-        return state, {"loss": value, "sampled": sampled, "clipped": clipped}
-
-    batches = with_arguments(labelled, _with_keys)
-    return Program(init=init, batches=batches, step=step, covers="A5 I3")
 
 
 @program
@@ -289,31 +235,6 @@ def conjugate_gradients():
         return {**state, "params": _moved(state["params"], newton, -0.5)}, {"loss": value}
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="B2 I2")
-
-
-@program
-def custom_linear_solve():
-    """Ridge regression on learned features, solved inside the loss and differentiated through."""
-
-    def loss(params, x, y, x_new, y_new):
-        features = jnp.tanh(mlp(params, x))
-        gram = features.T @ features / x.shape[0] + 0.1 * jnp.eye(6, dtype=x.dtype)
-
-        def matvec(w):
-            return gram @ w
-
-        def solve(_, right):
-            return jnp.linalg.solve(gram, right)
-
-        right = features.T @ y / x.shape[0]
-        head = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
-        errors = (jnp.tanh(mlp(params, x_new)) @ head - y_new) ** 2
-        return errors.mean(), {"head": head, "errors": errors}
-
-    batches = normals((ROWS, FEATURES), (ROWS,), (16, FEATURES), (16,))
-    return Program(
-        init=mlp_of(FEATURES, WIDTH, 6), batches=batches, step=learning(loss), covers="B2 A8"
-    )
 
 
 @program
