@@ -605,10 +605,6 @@ def differ_known(folder):
     differing(folder, rows(4))
 
 
-def differ_new(folder):
-    differing(folder, rows(12))
-
-
 def differ_unreadable(folder):
     differing(folder, "unreadable")
 
@@ -629,12 +625,6 @@ def differ_at_the_end(folder):
     train_step, state, batch = unseen()
     note_difference(folder)
     jax.block_until_ready(train_step(state, batch))
-
-
-def differ_and_unshard(folder):
-    """Then the state is looked at."""
-    train_step, state, batch = unseen()
-    return told(train_step.unshard, train_step(state, batch))
 
 
 def differ_slowly_and_unshard(folder):

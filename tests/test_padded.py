@@ -234,27 +234,6 @@ def test_padding_that_would_cost_more_than_the_leaf_is_refused():
     assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
-@pytest.mark.slow
-def test_an_array_without_elements_stays_full():
-    """JAX takes no value of its shards."""
-
-    def step(state, x):
-        return {"empty": state["empty"] + 1, "w": state["w"] - x.mean()}, x.mean()
-
-    new = {"empty": jnp.zeros((0, 8)), "w": jnp.ones((8, 8))}
-    train_step = small.shard_train_step(step)
-    if jax.__version_info__[:2] == (0, 11):  # XLA crashes on it in any jax.shard_map
-        with pytest.raises(
-            jzero.StepError, match=r"state\['empty'\] float32\[0, 8\] has no elements"
-        ):
-            train_step.plan(new, jnp.ones(8))
-        return
-    state, _ = train_step(train_step.shard(new, jnp.ones(8)), jnp.ones(8))
-    leaves = train_step.plan(state, jnp.ones(8)).leaves
-    assert [leaf.why_full for leaf in leaves] == ["it has no elements", ""]
-    assert [x.shape for x in jax.tree.leaves(train_step.unshard(state))] == [(0, 8), (8, 8)]
-
-
 def test_describe_tells_what_padding_costs():
     table = jax.ShapeDtypeStruct((50257, 1600), jnp.bfloat16)
     indices = jax.ShapeDtypeStruct((1024,), jnp.int32)

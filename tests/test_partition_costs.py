@@ -126,12 +126,6 @@ def transposed_loss(params, images, texts):
     return (cross_entropy(logits, jnp.arange(B)) + cross_entropy(logits.T, jnp.arange(B))).mean()
 
 
-def two_products(params, images, texts):
-    image, text = embedded(params, images, texts)
-    one, other = image @ text.T, text @ image.T
-    return (cross_entropy(one, jnp.arange(B)) + cross_entropy(other, jnp.arange(B))).mean()
-
-
 def log_softmaxes(params, images, texts):
     image, text = embedded(params, images, texts)
     logits = image @ text.T * params["scale"]
@@ -170,8 +164,8 @@ def all_pairs(params, images, texts):
 
 # For each loss, how many [B, D] embeddings are gathered, and how often the matrix is exchanged.
 CONTRASTIVE = {
-    transposed_loss: (1, 0), two_products: (2, 0), along_axes: (1, 0), hardest_negatives: (1, 0),
-    symmetric: (1, 2), all_pairs: (2, 0),
+    transposed_loss: (1, 0), along_axes: (1, 0), hardest_negatives: (1, 0), symmetric: (1, 2),
+    all_pairs: (2, 0),
 }  # fmt: skip
 
 
@@ -201,22 +195,11 @@ def accuracy(params, images, texts):
     return [jnp.mean(scores.argmax(dim) == jnp.arange(B)) for dim in (0, 1)]
 
 
-def top_5_accuracy(params, images, texts):
-    image, text = embedded(params, images, texts)
-    scores, own = image @ text.T, jnp.arange(B)[:, None]
-    return [jnp.mean((lax.top_k(x, 5)[1] == own).any(-1)) for x in (scores, scores.T)]
-
-
 @pytest.mark.parametrize("num", DEVICES)
 def test_accuracy_of_all_pairs(num):
     rows = shape(B, F), shape(B, F)
     found = Costs(accuracy, TOWERS, rows, num)
     assert found.nbytes == {"all-gather": EMBEDDINGS, "all-reduce": 2 * LINE + 4}
-    # Of few devices five candidates of each cost less than the matrix exchanged.
-    candidates = 5 * num * B * (4 + 4)
-    found = Costs(top_5_accuracy, TOWERS, rows, num)
-    moved = found.nbytes.get("all-to-all", 0) + found.nbytes["all-gather"] - EMBEDDINGS
-    assert moved == min(candidates, MATRIX / num)
 
 
 # -- look-ups of a row's own elements: nothing moves ------------------------------------------------------
@@ -238,15 +221,6 @@ def by_take_along_axis(params, x, y):
     return -jnp.take_along_axis(log_probabilities(params, x), y[:, None], 1).mean()
 
 
-def by_vmap(params, x, y):
-    return -jax.vmap(lambda row, label: row[label])(log_probabilities(params, x), y).mean()
-
-
-def tokens_in_one_dim(params, x, y):
-    found = log_probabilities(params, x).reshape(-1, V)
-    return -found[jnp.arange(SMALL * S), y.reshape(-1)].mean()
-
-
 def tokens_by_time(params, x, y):
     found = log_probabilities(params, x.swapaxes(0, 1)).reshape(-1, V)
     return -found[jnp.arange(SMALL * S), y.T.reshape(-1)].mean()
@@ -256,8 +230,7 @@ def tokens_by_time(params, x, y):
 @pytest.mark.parametrize("rows", [SMALL, SMALL - 3])
 @pytest.mark.parametrize(
     ("loss", "dims"),
-    [(by_indices, ()), (by_take_along_axis, ()), (by_vmap, ()), (tokens_in_one_dim, (S,)),
-     (tokens_by_time, (S,))],
+    [(by_indices, ()), (by_take_along_axis, ()), (tokens_by_time, (S,))],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip
 def test_own_elements_are_looked_up_where_they_are(loss, dims, rows, num, monkeypatch):
@@ -447,16 +420,6 @@ def experts(params, queues):
     return jnp.einsum("ecf,efd->ecd", h, params["down"])
 
 
-def by_products(params, x):
-    top, chosen, places, balance = routed(params, x)
-    slots = (
-        jax.nn.one_hot(chosen, EXPERTS)[..., None] * jax.nn.one_hot(places, CAPACITY)[:, :, None]
-    )
-    queues = jnp.einsum("tkec,td->ecd", slots, x)
-    found = experts(params, queues)
-    return x + jnp.einsum("tec,ecd->td", (slots * top[..., None, None]).sum(1), found), balance
-
-
 def by_scatter(params, x):
     top, chosen, places, balance = routed(params, x)
     places = jnp.where(places < CAPACITY, places, CAPACITY)
@@ -488,7 +451,7 @@ def of_layers(layer, num_layers, remat):
 
 @pytest.mark.parametrize("num", DEVICES)
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("layer", [by_products, by_scatter, by_dummy_row])
+@pytest.mark.parametrize("layer", [by_scatter, by_dummy_row])
 def test_experts_work_is_divided(layer, remat, num):
     """A queue's rows are those of all tokens: sums are scattered to queues, and these gathered, each way."""
     loss, params = of_layers(layer, 3, remat)

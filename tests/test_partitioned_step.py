@@ -74,30 +74,6 @@ def test_its_program_is_one_equation_that_is_not_traced_again():
     assert all(a is b for a, b in pairs)
 
 
-@pytest.mark.slow
-def test_values_without_elements_are_not_gathered():
-    """XLA has no all-gather along a dim of size 0."""
-
-    def step(w, batch):
-        gradient = jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(w)
-        return w - 0.1 * gradient, batch["empty"][::-1]
-
-    train_step = small.shard_train_step(step)
-    w, batch = jnp.ones((8, 16)), {"x": jnp.ones((13, 8)), "empty": jnp.ones((13, 0))}
-    new, found = train_step(w, batch)
-    assert_close(train_step.unshard(new), jax.jit(step)(w, batch)[0])
-    assert found.shape == (13, 0)
-
-    def ranks(w, rows):
-        def body(h, _):
-            return jnp.tanh(h @ w @ w.T), h.argmax(1)
-
-        return jax.lax.scan(body, rows, jnp.arange(4))
-
-    evaluate = jzero.shard_eval_step(ranks)
-    assert [x.shape for x in evaluate(jnp.ones((8, 16)), jnp.ones((0, 8)))] == [(0, 8), (4, 0)]
-
-
 # -- passes --------------------------------------------------------------------------------------------
 
 

@@ -363,7 +363,6 @@ def test_process_that_does_not_come(disagreements):
 # What process 1 does unlike the others, and what all are told of it. Of two processes; the first has three.
 DIFFERENCES = {
     "differ_known": "call 26: arguments: x float32[12,12] on process 1",
-    "differ_new": "call 26: arguments: x float32[16,12] on process 0, x float32[24,12] on process 1",
     "differ_unreadable": "failed with BatchError: shard_train_step: x is a str",
     "differ_fewer": "call 4: call: shard_train_step on process 0, the end of the process on process 1",
     "differ_at_the_end": "call 203: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1",
@@ -408,14 +407,11 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "call"), [("differ_and_unshard", 203), ("differ_slowly_and_unshard", 26)]
-)
-def test_what_is_looked_at_is_compared(scenario, call, tmp_path):
-    for error, told in found_by(scenario, 2, 1, tmp_path):
+def test_what_is_looked_at_is_compared(tmp_path):
+    for error, told in found_by("differ_slowly_and_unshard", 2, 1, tmp_path):
         assert error == "ProcessError"
         assert (
-            f"call {call}: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1"
+            "call 26: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1"
             in told
         )
 

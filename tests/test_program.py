@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jzero
@@ -122,28 +121,6 @@ def test_a_step_with_collectives_is_one_devices():
     assert re.search(r":f32\[2,8\] +# batch +\[16@data, 8\]", text)
     assert "# " in line_of(text, "= psum")
     assert re.search(r"# output\[1\] +\[16@data, 8\]", text)
-
-
-@pytest.mark.slow
-def test_evaluations_and_objects():
-    train_step = small.shard_train_step(step_fn, mesh=mesh(data=8))
-    eval_step = jzero.shard_eval_step(
-        lambda state, batch: loss_of(state[0], batch), like=train_step
-    )
-    text = str(eval_step.program((STATE, TX.init(STATE)), batch=BATCH, after="trace"))
-    assert text.split("  in\n")[-1].count("\n") == 1
-    assert "# output  []" in text
-
-    @small.shard_train_step(mesh=mesh(data=8))
-    def step(model, optimizer, batch):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    text = str(step.program(model, optimizer, BATCH, after="trace"))
-    assert re.search(r"# state\S*kernel\S* +\[8@data, 8\]  parameter", text)
 
 
 def test_other_names_are_refused_with_those_that_there_are():

@@ -4,13 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jzero
 import small
-from test_offload import BATCH, SHAPES, new_state, on, parts_of, types
+from test_offload import BATCH, SHAPES, new_state, on, types
 
 ROOM = 2**20
 CLIP = optax.clip_by_global_norm(1.0)
@@ -146,30 +145,6 @@ def test_sums_cross_as_sums():
     w = jnp.ones((64, 48))
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(ROOM))
     assert passed(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
-
-
-@pytest.mark.slow
-def test_pieces_that_read_one_gradient_stay_apart():
-    """Each casts it for itself; together they would have to be on the devices together."""
-
-    def step_fn(state, x):
-        w, last, mean, square = state
-        g = jax.grad(lambda w: jnp.mean((x.astype(BF16) @ w) ** 2))(w)
-        wide = g.astype(F32)
-        mean, square = 0.9 * mean + wide, 0.9 * square + wide**2
-        new = (w - (0.1 / (1 + jnp.sum(wide**2)) * wide)).astype(BF16)
-        return (new, wide, mean, square), None
-
-    def new():
-        return jnp.full((64, 48), 0.1, BF16), *(jnp.ones((64, 48)) for _ in range(3))
-
-    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
-    assert passed(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
-    _, buckets = parts_of(train_step, new(), BATCH)
-    assert [len(bucket.outs) for bucket in buckets] == [1, 1, 1]
-    expected = small.shard_train_step(step_fn)(new(), BATCH)
-    for x, y in zip(train_step(new(), BATCH)[0], expected[0], strict=True):
-        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
 
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.chain(CLIP, optax.adam(1e-2))])

@@ -156,16 +156,6 @@ def rematted(w, x):
     return weighed(y[jnp.argsort(order)], scale)
 
 
-def by_two_keys(w, x):
-    """Within each expert by their places."""
-    scale, chosen = routed(w, x)
-    keys = jnp.ravel(chosen)
-    order = jnp.lexsort((jnp.arange(keys.size), keys))
-    sizes = jnp.minimum(jnp.bincount(keys, length=EXPERTS), 9)
-    y = experts(w, x[order // CHOSEN], sizes)
-    return weighed(y[jnp.argsort(order)], scale)
-
-
 def by_weight(w, x):
     """Within each expert by their weights."""
     scale, chosen = routed(w, x)
@@ -243,7 +233,7 @@ def rows_of_another_loop(w, x):
 
 
 FORMS = [
-    with_biases, added_back, one_each, repeated, set_back, ranked, by_two_keys, by_weight,
+    with_biases, added_back, one_each, repeated, set_back, ranked, by_weight,
     *map(layers, (sorted_back, rematted, own_derivative)), layers(with_padding, jax.checkpoint),
     sizes_of_others,
     an_order_for_all_layers, rows_of_another_loop, packed(lambda num: num),
@@ -266,11 +256,6 @@ def sums_run(w, x):
 
 def stays_sorted(w, x):
     return x[jnp.argsort(jnp.argmax(x @ w["router"], axis=1))]
-
-
-def neighbours(w, x):
-    order = jnp.argsort(x[:, 0])
-    return (x[order] - jnp.roll(x[order], 1, axis=0))[jnp.argsort(order)]
 
 
 def random_of_place(w, x):
@@ -335,23 +320,6 @@ def slices_of_other_loops(w, x):
     return put_back_in_loop(y, rows, orders)
 
 
-def all_slices_for_each(w, x):
-    """A loop in a loop: rows of one iteration meet orders of all."""
-    y, (rows, orders) = loop_of_orders(w, x)
-
-    def layer(y, own):
-        return put_back_in_loop(
-            y, jnp.broadcast_to(own[None], orders.shape + own.shape[1:]), orders
-        ), None
-
-    return lax.scan(layer, y, rows)[0]
-
-
-def sum_of_slices(w, x):
-    y, (rows, orders) = loop_of_orders(w, x)
-    return put_back_in_loop(y, rows.sum(0)[None], orders[:1])
-
-
 def carried(w, x):
     """Sorted rows are the carry of a loop: an iteration puts back those of the one before."""
 
@@ -387,13 +355,6 @@ def flag_of_the_first(w, x):
         return (jnp.tanh(y + jnp.where(is_first, y[order], x)[jnp.argsort(order)]), False), None
 
     return lax.scan(layer, (x, True), jnp.arange(3))[0][0]
-
-
-def flag_of_a_branch(w, x):
-    branches = lambda x: (True, jnp.sort(x[:, 0])), lambda x: (False, x[:, 0])
-    is_sorted, _ = lax.cond(x[0, 0] > 0, *branches, x)
-    order = jnp.argsort(jnp.argmax(x @ w["router"], axis=1))
-    return jnp.where(is_sorted, x[order], x)[jnp.argsort(order)]
 
 
 def masked_by_a_product(w, x):
@@ -489,9 +450,9 @@ def test_more_classes_than_the_index_counts():
 
 
 IN_PLACE = [
-    numbers_are_set, positions_matter, sums_run, stays_sorted, neighbours, random_of_place, ranks,
-    groups_of_inputs, another_order, other_slices, slices_of_other_loops, all_slices_for_each,
-    sum_of_slices, carried, chosen_by_a_rank, in_a_branch, flag_of_the_first, flag_of_a_branch,
+    numbers_are_set, positions_matter, sums_run, stays_sorted, random_of_place, ranks,
+    groups_of_inputs, another_order, other_slices, slices_of_other_loops, carried,
+    chosen_by_a_rank, in_a_branch, flag_of_the_first,
     masked_by_a_product, cut_by_weight, of_no_group,
     packed(lambda num: num // 2), packed(lambda num: 50, jnp.int8), packed(lambda num: 2**14, jnp.int16),
     packed(lambda num: num, divisor=lambda num: 2 * num),

@@ -6,8 +6,6 @@ import types
 
 import pytest
 
-from jzero.preflight._targets import with_bandwidth
-from jzero.preflight._wires import rates_of
 from jzero.sharding.passes._late_gathers import balance
 from jzero.targets._links import (
     AxisTimes,
@@ -177,30 +175,6 @@ def test_small_values_take_the_protocol_with_less_latency():
     # PCIe has but the one.
     cards = find_target("test", "rtx4090")
     assert collective_time("all-gather", range(2), 1000, cards, Topology(1, 2)).latency == 5.7e-6
-
-
-@pytest.mark.parametrize("num", [1, 2, 3])
-def test_a_bandwidth_is_that_of_the_domain_of_its_axis(num):
-    domains = [
-        LinkDomain("board", "host", 8e11, 0.0),
-        LinkDomain("rack", 72, 4e11, 0.0),
-        LinkDomain("hall", "any", 5e10, 0.0),
-    ]
-    target = dataclasses.replace(H200, domains=tuple(domains[3 - num :]))
-    axes = {"rack": 2, "node": 18, "local": 4}
-    of_axis = {1: [0, 0, 0], 2: [1, 0, 0], 3: [2, 1, 0]}[num]
-    for name, level in zip(axes, of_axis, strict=True):
-        found = with_bandwidth("t", target, Topology(36, 4), axes, {name: "8Gb/s"})
-        expected = [links.bandwidth for links in target.domains]
-        expected[level] = 10**9
-        assert [links.bandwidth for links in found.domains] == expected
-
-
-def test_rates_of_a_table_are_those_of_the_outermost_links():
-    rack = find_target("test", "gb200-nvl72")
-    assert rates_of(rack, Topology(18, 4)) == (int(rack.domains[0].bandwidth),)
-    assert int(rack.domains[1].bandwidth) in rates_of(rack, Topology(36, 4))
-    assert len(rates_of(rack, Topology(36, 4))) == 6
 
 
 def devices_of(kind, hosts, per_host, processes=None):

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh
 
 import jzero.testing
 import small
-import zoo
 from jzero._compare import differences, to_host, ulps_apart
 from jzero.testing import Tolerance, assert_collectives, assert_same_training
 from small import grouped
@@ -119,34 +118,6 @@ def test_the_first_step_that_differs_is_named():
                     assert_same_training, wrong, lambda: jnp.ones(8), batches,
                     axes=jzero.Axes(axis_name="data"), reference=step)  # fmt: skip
     assert "output" not in message
-
-
-@pytest.mark.slow
-def test_a_reference_for_steps_that_devices_do_differently():
-    """Each device folds its index into the key of a step that is written for one."""
-
-    def noisy(w, x, key, reduced=mean_over_devices):
-        noise = jax.random.normal(key, ())
-        return w - 0.1 * reduced(jax.grad(lambda w: jnp.mean(x @ w) * noise)(w))
-
-    def of_one_key(w, x, key):
-        return noisy(w, x, key, reduced=lambda tree: tree)
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    batches = list(zip(BATCHES, keys, strict=True))
-    start = (lambda: jnp.ones((8, 4)), batches)
-    of_devices = zoo.on_shards(noisy, 8, "data")
-    assert_same_training(noisy, *start, axes=jzero.Axes(axis_name="data"), reference=of_devices)
-    fails(
-        "reference=",
-        assert_same_training,
-        noisy,
-        *start,
-        axes=jzero.Axes(axis_name="data"),
-        reference=of_one_key,
-    )
-    # Written for the whole batch, it needs none.
-    assert_same_training(of_one_key, *start)
 
 
 def test_the_reference_is_compared_with():

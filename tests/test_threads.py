@@ -32,8 +32,6 @@ TIERS: dict[str, Callable[[pathlib.Path], dict[str, Any]]] = {
         offload=jzero.NVMe(folder, host_bytes=2**16, gradients=True), **PARAMS
     ),
 }
-SOME = "devices", "host", "gradients in files"
-CASES = [pytest.param(x, marks=[] if x in SOME else pytest.mark.slow) for x in TIERS]
 
 
 def new_state() -> Any:
@@ -81,7 +79,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.slow(but=["devices"])
-@pytest.mark.parametrize("tier", CASES)
+@pytest.mark.parametrize("tier", TIERS)
 def test_two_threads_that_step_one_state(tier, tmp_path):
     rounds = 12
     train_step, alone = sharded(tier, tmp_path / "two"), sharded(tier, tmp_path / "one")
@@ -117,7 +115,7 @@ def test_a_leaf_that_is_consumed_while_it_is_asked_for():
 
 
 @pytest.mark.slow(but=["host"])
-@pytest.mark.parametrize("tier", CASES)
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_state_that_another_thread_trains_is_evaluated_or_refused(tier, tmp_path):
     """Training goes on, whoever evaluates."""
     steps = 25

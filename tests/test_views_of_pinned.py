@@ -28,16 +28,13 @@ SLICES = jzero.PinnedHost(device_bytes=2**12)
 # Of each tier its options, the devices, and whether a step takes leaves in pinned memory.
 TIERS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "HostCPU": (dict(offload=jzero.HostCPU()), 2, False),
-    "a share of it": (dict(offload=jzero.HostCPU(ratio=0.5)), 1, False),
     "delayed": (dict(offload=jzero.HostCPU(delayed_update=True, delay_after=0)), 2, False),
     "PinnedHost": (dict(offload=jzero.PinnedHost()), 2, False),
     "PinnedHost in slices": (dict(offload=SLICES), 2, True),
-    "parameters": (dict(offload_params=WINDOW), 1, True),
     "parameters and HostCPU": (dict(offload=jzero.HostCPU(), offload_params=WINDOW), 2, True),
     "parameters and HostCPU, one device": (
         dict(offload=jzero.HostCPU(), offload_params=WINDOW), 1, True,
     ),
-    "parameters and slices": (dict(offload=SLICES, offload_params=WINDOW), 1, True),
     "NVMe": (dict(offload="nvme"), 1, False),
     "parameters and NVMe": (dict(offload="nvme", offload_params=WINDOW), 2, True),
     "all in NVMe": (dict(offload="nvme", offload_params="nvme"), 1, False),
@@ -93,14 +90,8 @@ def readers(checkpointer: jzero.Checkpointer, eval_step: Any) -> dict[str, Any]:
     }
 
 
-# Each of the places where leaves in pinned memory are taken; `make test-like-a-gpu` runs all tiers.
-BY_DEFAULT = "PinnedHost in slices", "parameters and HostCPU", "parameters and NVMe"
-
-
-@pytest.mark.slow(but=["parameters and NVMe"])
-@pytest.mark.parametrize(
-    "tier", [pytest.param(t, marks=() if t in BY_DEFAULT else pytest.mark.slow) for t in TIERS]
-)
+@pytest.mark.slow(but=["parameters and NVMe"])  # `make test-like-a-gpu` runs all tiers.
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_step_goes_on_after_its_state_was_read(tier, tmp_path):
     options, num, takes = options_of(tier, tmp_path), *TIERS[tier][1:]
     mesh = small.mesh(data=num)

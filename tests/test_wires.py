@@ -87,12 +87,7 @@ def test_what_the_verdict_says():
         in text
     )
     assert "pays at all of these speeds" in str(verdict(exact, half))
-    text = " ".join(str(verdict(exact, half, coding=-5e-6)).split())
-    assert "to which quantization adds 0.0 ms for 0 B of memory traffic" in text
-    inside = dataclasses.replace(verdict(exact, half), links="NVLink")
-    assert "At 1 Gb/s of NVLink for each device" in str(inside)
-    text = " ".join(str(verdict(exact, exact, coding=1.0)).split())
-    assert "pays at none of these speeds" in text
+    assert "pays at none of these speeds" in str(verdict(exact, exact, coding=1.0))
     assert max(map(len, verdict(exact, half).lines())) <= 80
     found = verdict(exact, half, 1, 1.0).to_dict()
     assert json.loads(json.dumps(found)) == found

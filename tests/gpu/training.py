@@ -54,23 +54,6 @@ def by_jit(name: str) -> list[tuple[Any, Any]]:
     return found
 
 
-@functools.cache
-def by_jit_delayed(name: str) -> Any:
-    """The last state, when each step applies the gradients of the step before, and the last ones follow."""
-    entry, state, waiting = get(name), new_state(name), None
-
-    @jax.jit
-    def gradients(state: Any, batch: Any) -> Any:
-        return jax.grad(_loss, argnums=1)(state, state.params, batch)
-
-    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for (batch,) in entry.batches(NUM_STEPS):
-        grads = gradients(state, batch)
-        state = state if waiting is None else apply(state, waiting)
-        waiting = grads
-    return zoo.to_host(apply(state, waiting))
-
-
 def _loss(state: Any, params: Any, tokens: jax.Array) -> jax.Array:
     params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     logits = state.apply_fn({"params": params}, tokens[:, :-1])
