@@ -71,8 +71,7 @@ def train_on(program: Program, run: Callable[..., Any], batches: list[Any], dtyp
         calls: list[Any] = []
         for args in batches:
             with recorded(program, calls):
-                found = run(state, *args)
-                state, output = found if program.returns_metrics else (found, {})
+                state, output = run(state, *args)
                 outputs.append(to_host(output))
         return Training(outputs, to_host(getattr(run, "unshard", _same)(state)), calls)
 
