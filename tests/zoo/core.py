@@ -24,8 +24,8 @@ from ._program import Program, relative
 CORE = (
     "mlp", "transformer", "transformer_scan", "transformer_scan_remat", "tied_embeddings", "mixed_bf16",
     "lstm", "moe_with_balance_loss", "maml_on_the_whole_batch", "inner_steps", "cond_on_gradients",
-    "while_in_update", "pmap_style", "pmap_style_local", "ctc", "gan", "sam", "gradient_penalty", "batch_norm",
-    "dropout_typed_key", "per_example_outputs", "nnx_mutating",
+    "while_in_update", "pmap_style", "pmap_style_local", "ctc", "gan", "sam", "gradient_penalty",
+    "batch_norm", "dropout_typed_key", "per_example_outputs", "nnx_mutating",
 )  # fmt: skip
 SEQ_LEN, VOCAB_SIZE = 8, 24
 AXIS = "batch"
