@@ -96,7 +96,7 @@ def test_trains_as_on_one_device(case):
 OPTIMIZED = (
     "slice_of_rows_at_a_moving_place", "minibatch_from_a_table", "table_of_positions",
     "window_behind_the_largest_loss", "windows_under_vmap", "hardest_rows", "sorted_rows",
-    "median_of_the_losses", "own_microbatches", "discounted_returns", "state_space_model", "moco_queue",
+    "median_of_the_losses", "own_microbatches", "discounted_returns", "moco_queue",
     "moe_with_a_capacity",
 )  # fmt: skip
 

@@ -32,8 +32,7 @@ _UPDATES_INSIDE = (
 _ROWS_INSIDE = r"accumulate > 1, and a (gather of the batch's rows|maximum) over .* inside a loop"
 NOT_IN_MICROBATCHES = {
     **dict.fromkeys(
-        ("several_updates_in_one_step", "armijo", "optax_backtracking_linesearch",
-         "conjugate_gradients"), _UPDATES_INSIDE),
+        ("several_updates_in_one_step", "armijo", "conjugate_gradients"), _UPDATES_INSIDE),
     **dict.fromkeys(
         ("while_until_all_rows_converge", "cond_for_each_row", "drawn_from_many_distributions",
          "tied_loss_in_chunks_of_tokens"), _ROWS_INSIDE),

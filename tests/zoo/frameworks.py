@@ -1,6 +1,4 @@
-"""The same steps in the words of Flax Linen, Flax NNX, Equinox and Haiku."""
-
-from typing import Any
+"""The same steps in the words of Flax NNX and Equinox."""
 
 import jax
 import jax.numpy as jnp
@@ -112,36 +110,3 @@ def equinox_filter_jit():
     import equinox as eqx
 
     return _equinox(eqx.filter_jit(_equinox_step), "Misleading: eqx.filter_jit")
-
-
-@program
-def haiku():
-    """transform_with_state: a norm with running averages, dropout from next_rng_key."""
-    import haiku as hk
-
-    def forward(x):
-        h = jnp.sin(2 * hk.Linear(WIDTH)(x))
-        h = hk.BatchNorm(True, True, 0.8)(h, is_training=True)
-        h = hk.dropout(hk.next_rng_key(), 0.3, jax.nn.relu(h))
-        return hk.Linear(CLASSES)(h)
-
-    net: Any = hk.transform_with_state(forward)
-
-    def init(dtype):
-        params, stats = net.init(jax.random.key(0), jnp.ones((2, FEATURES), dtype))
-        params, stats = cast(params, dtype), cast(stats, dtype)
-        return {"params": params, "opt": SGD.init(params), "stats": stats}
-
-    def step(state, x, label, key):
-        def loss_fn(params):
-            logits, stats = net.apply(params, state["stats"], key, x)
-            return cross_entropies(logits, label).mean(), (logits, stats)
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, stats)), grads = grad_fn(state["params"])
-        updates, opt = SGD.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt, "stats": stats}, {"loss": loss, "logits": logits}
-
-    batches = with_arguments(labelled, lambda i, _: (jax.random.PRNGKey(i),))
-    return Program(init=init, batches=batches, step=step, covers="I4 I3 A6")

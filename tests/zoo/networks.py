@@ -142,34 +142,6 @@ def convolutions_of_every_kind():
 
 
 @program
-def per_example_gradients_of_a_convolution():
-    """vmap of grad: the rows become groups of one convolution."""
-
-    def init(dtype):
-        params = {
-            "conv": kernel(0, (3, 3, 3, CHANNELS), dtype),
-            "head": dense_params(1, CHANNELS, CLASSES, dtype),
-        }
-        return start(params)
-
-    def step(state, image, label):
-        def row_loss(params, one, target):
-            x = jnp.tanh(_conv(one[None], params["conv"])).mean((1, 2))
-            return cross_entropies(dense(params["head"], x)[0], target)
-
-        grad_fn = jax.vmap(jax.value_and_grad(row_loss), in_axes=(None, 0, 0))
-        losses, grads = grad_fn(state["params"], image, label)
-        norms = jax.vmap(optax.tree.norm)(grads)
-        scale = jnp.minimum(1.0, 0.7 / norms)
-        grads = jax.tree.map(lambda g: jnp.tensordot(scale, g, axes=1) / len(norms), grads)
-        updates, opt = SGD.update(grads, state["opt"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt}, {"losses": losses, "norms": norms}
-
-    return Program(init=init, batches=_images, step=step, covers="A1 I2")
-
-
-@program
 def lstm():
     """Gates from one kernel, a scan over time, sequences of different lengths."""
     hidden, length = 8, 5
@@ -206,37 +178,6 @@ def lstm():
             for _ in range(num_steps)
         ]
 
-    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
-
-
-@program
-def state_space_model():
-    """A diagonal recurrence by associative_scan over time, after a cumulative gate."""
-    length = 8
-
-    def init(dtype):
-        params = {
-            "decay": normal(0, (WIDTH,), dtype),
-            "in": dense_params(1, FEATURES, WIDTH, dtype),
-            "gate": dense_params(3, FEATURES, WIDTH, dtype),
-            "out": dense_params(5, WIDTH, FEATURES, dtype),
-        }
-        return start(params)
-
-    def loss(params, x):
-        rows = x[:, :-1]
-        keep = jax.nn.sigmoid(dense(params["gate"], rows) + params["decay"][None, None])
-        values = (1 - keep) * dense(params["in"], rows)
-
-        def combine(left, right):
-            return left[0] * right[0], right[0] * left[1] + right[1]
-
-        _, h = jax.lax.associative_scan(combine, (keep, values), axis=1)
-        made = dense(params["out"], jnp.tanh(h + 0.1 * jnp.cumsum(values, axis=1)))
-        errors = ((made - x[:, 1:]) ** 2).mean((1, 2))
-        return errors.mean(), {"errors": errors, "last": h[:, -1, 0]}
-
-    batches = normals((ROWS, length, FEATURES))
     return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
@@ -562,48 +503,6 @@ def quantised_products():
         return losses.mean(), {"losses": losses, "whole": whole, "sum": whole.sum()}
 
     return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="I2")
-
-
-@program
-def float8_products():
-    """Operands in two formats of float8, scaled by the batch's own maxima, summed in float32."""
-
-    def step(state, x, label):
-        def narrow(v, dtype, dims):
-            limit = float(jnp.finfo(dtype).max)
-            scale = jnp.maximum(jnp.abs(v).max(dims, keepdims=True), 1e-3) / limit
-            return (v / scale).astype(dtype), scale
-
-        @jax.custom_vjp
-        def product(rows, w):
-            (a, a_scale), (b, b_scale) = (narrow(v, jnp.float8_e4m3fn, None) for v in (rows, w))
-            out = jax.lax.dot_general(
-                a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            return out.astype(rows.dtype) * a_scale * b_scale
-
-        def backward(saved, g):
-            rows, w = saved
-            g8, scale = narrow(g, jnp.float8_e5m2, None)
-            g = g8.astype(g.dtype) * scale
-            return g @ w.T, rows.T @ g
-
-        product.defvjp(lambda rows, w: (product(rows, w), (rows, w)), backward)
-
-        def loss_fn(params):
-            h = jnp.tanh(product(x, params[0]["kernel"]))
-            return classified(dense(params[1], h), label)
-
-        return learn(state, loss_fn)
-
-    return Program(
-        init=mlp_start,
-        batches=labelled,
-        step=step,
-        covers="I2 A9",
-        exact_dtypes=("float32",),
-        note="products in float8, summed in float32",
-    )
 
 
 @program

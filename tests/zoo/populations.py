@@ -3,17 +3,13 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from ._parts import (
     CLASSES,
     FEATURES,
     ROWS,
     WIDTH,
-    adamw,
     cross_entropies,
-    dense,
-    dense_params,
     labelled,
     learn,
     learning,
@@ -104,35 +100,6 @@ def simclr():
 
     batches = normals((ROWS, FEATURES), (ROWS, FEATURES))
     return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8 I2")
-
-
-@program
-def loss_weights_from_a_vector_of_losses():
-    """Tasks are weighted by how their losses stand to each other and to the last step's."""
-    num_tasks = 3
-
-    def init(dtype):
-        params = {
-            "trunk": dense_params(0, FEATURES, WIDTH, dtype),
-            "heads": normal(2, (num_tasks, WIDTH, 1), dtype, 0.3),
-        }
-        return start(params, adamw(), last=jnp.ones(num_tasks, dtype))
-
-    def step(state, x, targets):
-        def losses_of(params):
-            h = jnp.tanh(dense(params["trunk"], x))
-            predicted = jnp.einsum("bw,twk->bt", h, params["heads"])
-            return ((predicted - targets) ** 2).mean(0)
-
-        losses = losses_of(state["params"])
-        weights = num_tasks * jax.nn.softmax(losses / state["last"])
-        grads = jax.grad(lambda params: (weights * losses_of(params)).sum())(state["params"])
-        updates, opt = adamw().update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt, "last": losses}, {"weights": weights}
-
-    batches = normals((ROWS, FEATURES), (ROWS, num_tasks))
-    return Program(init=init, batches=batches, step=step, covers="A3")
 
 
 @program

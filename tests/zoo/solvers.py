@@ -16,7 +16,6 @@ from ._parts import (
     learn,
     learning,
     mlp,
-    mlp_of,
     mlp_params,
     mlp_start,
     normals,
@@ -98,32 +97,6 @@ def armijo():
         return state, {"loss": value, "after": after, "turns": turns, "length": length}
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="A3 A2")
-
-
-def _line_search(tx):
-
-    def step(state, x, label):
-        def value_fn(params):
-            return _loss(params, x, label)
-
-        value, grads = optax.value_and_grad_from_state(value_fn)(
-            state["params"], state=state["opt"]
-        )
-        updates, opt = tx.update(
-            grads, state["opt"], state["params"], value=value, grad=grads, value_fn=value_fn
-        )
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt}, {"loss": value}
-
-    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
-
-
-@program
-def optax_backtracking_linesearch():
-    """optax's Armijo search, which calls the loss from inside the optimizer."""
-    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8, store_grad=True)
-    found = _line_search(optax.chain(optax.sgd(8.0), search))
-    return found
 
 
 @program

@@ -17,8 +17,6 @@ from ._parts import (
     cast,
     classified,
     cross_entropies,
-    dense,
-    dense_params,
     kernel,
     labelled,
     learn,
@@ -70,43 +68,6 @@ def batch_norm():
         return state, {"loss": loss, "logits": logits, "correct": correct}
 
     return Program(init=init, batches=labelled, step=step, covers="A6 I4")
-
-
-@program
-def vq_codebook():
-    """VQ-VAE: codes follow the sums and counts of the rows that choose them; unused ones restart."""
-    num_codes, decay = 12, 0.8
-
-    def init(dtype):
-        params = {
-            "encoder": dense_params(0, FEATURES, WIDTH, dtype),
-            "decoder": dense_params(2, WIDTH, FEATURES, dtype),
-        }
-        codes = normal(4, (num_codes, WIDTH), dtype)
-        return start(params, codes=codes, counts=jnp.ones(num_codes, dtype), sums=codes)
-
-    def step(state, x):
-        def loss_fn(params):
-            z = dense(params["encoder"], x)
-            distances = ((z[:, None] - state["codes"][None]) ** 2).sum(-1)
-            chosen = distances.argmin(-1)
-            quantised = state["codes"][chosen]
-            passed = z + jax.lax.stop_gradient(quantised - z)
-            error = ((dense(params["decoder"], passed) - x) ** 2).mean()
-            commitment = ((z - quantised) ** 2).mean()
-            return error + 0.25 * commitment, {"chosen": chosen, "z": z}
-
-        state, outputs = learn(state, loss_fn)
-        hot = jax.nn.one_hot(outputs["chosen"], num_codes, dtype=x.dtype)
-        counts = decay * state["counts"] + (1 - decay) * hot.sum(0)
-        sums = decay * state["sums"] + (1 - decay) * hot.T @ outputs["z"]
-        is_dead = (counts < 0.6)[:, None]
-        codes = jnp.where(is_dead, outputs["z"][:num_codes], sums / (counts[:, None] + 1e-3))
-        usage = hot.mean(0)
-        outputs["perplexity"] = jnp.exp(-(usage * jnp.log(usage + 1e-6)).sum())
-        return {**state, "codes": codes, "counts": counts, "sums": sums}, outputs
-
-    return Program(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A6 A7")
 
 
 @program
