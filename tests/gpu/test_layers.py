@@ -1,11 +1,5 @@
 """Parameters and activations on the host: `jax.jit`'s training, in memory that depth does not change."""
 
-import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -47,17 +41,9 @@ def test_all_of_the_state_in_buckets():
     assert kinds == {"pinned_host"}
 
 
-@functools.cache
 def measured(num_layers: int) -> dict[str, int]:
-    """By a process of its own: a peak cannot be set back."""
     pytest.importorskip("llvmlite")
-    path = [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, memory_worker.__file__, "layers", str(num_layers)], capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return memory_worker.measured("layers", str(num_layers))
 
 
 FEW, MANY = 8, 32

@@ -1,33 +1,19 @@
 """Bytes on the device, between steps and at their peak, against what the plan says must be there."""
 
-import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
+from gpu import memory_worker
 from gpu.memory_worker import DEVICE_BYTES, POLICIES
 
-HERE = pathlib.Path(__file__).parent
 SMALL = 2**20  # counts, batch and metrics
 # What XLA keeps beside the arrays of a program: workspaces of its matrix products, in the main.
 WORKSPACE = 2**26
 
 
-@functools.cache
 def measured(tier: str) -> dict[str, int]:
     if tier in ("host", "delayed"):
         pytest.importorskip("llvmlite")
-    path = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, str(HERE / "memory_worker.py"), tier], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return memory_worker.measured(tier)
 
 
 def counted(tier: str) -> dict[str, int]:

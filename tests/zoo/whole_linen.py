@@ -1,13 +1,10 @@
 """Whole programs with Flax Linen."""
 
 import dataclasses
-import functools
 import tempfile
 from typing import Any
 
 import flax.linen as nn
-import flax.struct
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,59 +136,3 @@ def stateful_lstm(jit):
         state, carry, loss = train_step(state, carry, inputs, targets)
         losses.append(float(loss))
     return state, carry, losses
-
-
-@script()
-def lora_partial(jit):
-    """`functools.partial(step, config, model)`; a frozen base and adapters in one tree."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        rank: int = 4
-        lr: float = 1e-2
-        z_loss: float = 1e-3
-
-    def init_lora(key, params, rank):
-        flat = flax.traverse_util.flatten_dict(params)
-        chosen = {path: w for path, w in flat.items() if path[-1] == "kernel" and w.ndim == 2}
-        keys = jax.random.split(key, len(chosen))
-        return {
-            "/".join(path): {
-                "a": 0.1 * jax.random.normal(k, (w.shape[0], rank)),
-                "b": jnp.zeros((rank, w.shape[1])),
-            }
-            for k, (path, w) in zip(keys, chosen.items(), strict=True)
-        }
-
-    def merged(params):
-        flat = flax.traverse_util.flatten_dict(params["base"], sep="/")
-        for path, ab in params["lora"].items():
-            flat[path] = flat[path] + ab["a"] @ ab["b"]
-        return flax.traverse_util.unflatten_dict(flat, sep="/")
-
-    def train_step(config, model, tx, state, batch):
-        def loss_fn(params):
-            logits = model.apply({"params": merged(params)}, batch["input_ids"])
-            z = jax.nn.logsumexp(logits, axis=-1)
-            mask = batch["attention_mask"]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-            return jnp.sum((losses + config.z_loss * z**2) * mask) / jnp.sum(mask)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-        return state, {"loss": loss, "step": state["step"]}
-
-    config, model, data = Config(), Decoder(), tokens()
-    base = model.init(jax.random.key(0), data[0, :, :-1])["params"]
-    params = {"base": base, "lora": init_lora(jax.random.key(1), base, config.rank)}
-    transforms = {"base": optax.set_to_zero(), "lora": optax.adamw(config.lr, eps=1e-3)}
-    tx = optax.multi_transform(transforms, {"base": "base", "lora": "lora"})
-    step_fn = jit(functools.partial(train_step, config, model, tx), donate_argnums=(0,))
-    state, log = {"params": params, "opt_state": tx.init(params), "step": 0}, []
-    for ids in data:
-        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "attention_mask": ids[:, 1:] > 3}
-        state, metrics = step_fn(state, batch)
-        log.append(metrics)
-    return state, log, merged(state["params"])

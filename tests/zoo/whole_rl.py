@@ -3,14 +3,13 @@
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
 
-from ._script import BATCH_SIZE, NUM_STEPS, adam, script
+from ._script import NUM_STEPS, script
 
 TrainState: Any = train_state.TrainState
 
@@ -124,108 +123,3 @@ def purejaxrl_ppo(jit):
         runner_state, metrics = update_step(runner_state)
         log.append(metrics)
     return runner_state, log
-
-
-@script()
-def jaxrl_agent(jit):
-    """`agent, info = agent.update(batch)`: a jitted method of a dataclass, which is itself the state."""
-
-    class Critic(nn.Module):
-        @nn.compact
-        def __call__(self, observations, actions):
-            x = jnp.concatenate([observations, actions], -1)
-            return nn.Dense(1)(nn.gelu(nn.Dense(32)(x))).squeeze(-1)
-
-    class Policy(nn.Module):
-        @nn.compact
-        def __call__(self, observations):
-            x = nn.gelu(nn.Dense(32)(observations))
-            return jnp.tanh(nn.Dense(2)(x)), nn.Dense(2)(x)
-
-    def pair(*args):
-        """Two critics, their parameters stacked."""
-        return nn.vmap(
-            Critic,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=None,
-            axis_size=2,
-        )(*args)
-
-    @flax.struct.dataclass
-    class Agent:
-        rng: jax.Array
-        actor: TrainState
-        critic: TrainState
-        target: Any
-        log_alpha: TrainState
-        discount: float = flax.struct.field(pytree_node=False)
-
-        def sample(self, params, rng, observations):
-            mean, log_std = self.actor.apply_fn(params, observations)
-            noise = jax.random.normal(rng, mean.shape)
-            log_prob = jax.scipy.stats.norm.logpdf(noise) - log_std
-            return mean + jnp.exp(log_std) * noise, log_prob.sum(-1)
-
-        @jit
-        def update(self, batch):
-            rng, next_rng, actor_rng = jax.random.split(self.rng, 3)
-            alpha = jnp.exp(self.log_alpha.params["value"])
-            actions, log_prob = self.sample(self.actor.params, next_rng, batch["next_observations"])
-            next_q = self.critic.apply_fn(self.target, batch["next_observations"], actions).min(0)
-            target_q = batch["rewards"] + self.discount * batch["masks"] * (
-                next_q - alpha * log_prob
-            )
-
-            def critic_loss(params):
-                q = self.critic.apply_fn(params, batch["observations"], batch["actions"])
-                return ((q - target_q) ** 2).sum(0).mean()
-
-            value, grads = jax.value_and_grad(critic_loss)(self.critic.params)
-            critic = self.critic.apply_gradients(grads=grads)
-
-            def actor_loss(params):
-                actions, log_prob = self.sample(params, actor_rng, batch["observations"])
-                q = critic.apply_fn(critic.params, batch["observations"], actions).min(0)
-                return (alpha * log_prob - q).mean(), -log_prob.mean()
-
-            grads, entropy = jax.grad(actor_loss, has_aux=True)(self.actor.params)
-            actor = self.actor.apply_gradients(grads=grads)
-            grads = jax.grad(lambda p: jnp.exp(p["value"]) * (entropy + 2.0))(self.log_alpha.params)
-            log_alpha = self.log_alpha.apply_gradients(grads=grads)
-            target = optax.incremental_update(critic.params, self.target, 0.1)
-            agent = self.replace(  # type: ignore[attr-defined]
-                rng=rng, actor=actor, critic=critic, target=target, log_alpha=log_alpha
-            )
-            return agent, {"critic_loss": value, "entropy": entropy, "alpha": alpha}
-
-    def batches():
-        rng = np.random.default_rng(0)
-        normal = lambda *shape: rng.normal(size=(BATCH_SIZE, *shape)).astype(np.float32)  # noqa: E731
-        for _ in range(NUM_STEPS):
-            yield {
-                "observations": normal(6),
-                "actions": np.tanh(normal(2)),
-                "rewards": normal(),
-                "masks": np.float32(rng.random(BATCH_SIZE) < 0.9),
-                "next_observations": normal(6),
-            }
-
-    rng, actor_rng, critic_rng = jax.random.split(jax.random.PRNGKey(42), 3)
-    observations, actions = np.zeros((1, 6), np.float32), np.zeros((1, 2), np.float32)
-    policy, critics = Policy(), pair()
-    critic_params = critics.init(critic_rng, observations, actions)
-    create = TrainState.create
-    agent: Any = Agent(
-        rng,
-        create(apply_fn=policy.apply, params=policy.init(actor_rng, observations), tx=adam()),
-        create(apply_fn=critics.apply, params=critic_params, tx=adam()),
-        jax.tree.map(jnp.copy, critic_params),
-        create(apply_fn=None, params={"value": jnp.zeros(())}, tx=adam()),
-        discount=0.99,
-    )
-    infos = []
-    for batch in batches():
-        agent, info = agent.update(batch)
-        infos.append({f"training/{k}": v for k, v in info.items()})
-    return agent, infos
