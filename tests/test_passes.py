@@ -379,19 +379,3 @@ def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_o
 
 
 # -- behind loops, at large matrices, on CPUs ----------------------------------------------------------
-
-
-def test_the_last_matrix_is_gone_before_its_gradient_is_made():
-    def products(jaxpr: Any) -> list[tuple[int, ...]]:
-        shapes = [
-            eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"
-        ]
-        return [shape for shape in shapes if shape in ((VOCAB, WIDTH), (ROWS, WIDTH))]
-
-    gradient, inputs = (VOCAB, WIDTH), (ROWS, WIDTH)
-    plain = program(True, 1)
-    assert products(plain.jaxpr)[1:3] == [gradient, inputs]
-    first = plain.through(PASSES["inputs_first"])
-    assert products(first.jaxpr)[1:3] == [inputs, gradient]
-    # Its gather for the backward pass, if there is one of its own, waits for the cotangent.
-    assert plain.through(lambda jaxpr: inputs_first(jaxpr, TABLE)).jaxpr is plain.jaxpr

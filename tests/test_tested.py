@@ -67,15 +67,3 @@ def test_a_jax_that_lacks_something_is_named():
         f"ImportError: import jzero: JAX {jax} lacks what jzero uses of it (cannot"
     )
     assert last.endswith(f"Install jax=={TESTED['jax'][1]}, or a newer jzero.")
-
-
-@pytest.mark.slow
-def test_make_test_newest_says_what_runs_and_installs_the_newest_each_week():
-    rule = (ROOT / "Makefile").read_text().partition("\ntest-newest:")[2].partition("\n\n")[0]
-    assert "find .venv-newest/installed -mtime +6 -delete" in rule
-    assert rule.index("tests/versions.py") < rule.index("pytest")
-    printed = subprocess.run(
-        [sys.executable, ROOT / "tests" / "versions.py"], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == versions.line()
-    assert all(f"{name} " in versions.line() for name in TESTED)

@@ -319,16 +319,6 @@ def test_products_of_a_gradient_wait_for_each_other_if_they_are_small(mesh, time
     assert tiled.elements("reduce-scatter") == times * plain.elements("reduce-scatter")
 
 
-@pytest.mark.slow
-def test_gradients_of_microbatches_are_summed_in_shards():
-    plain, tiled = (
-        described("unrolled", tile_bytes, "4", accumulate=2) for tile_bytes in (None, TILE)
-    )
-    assert tiled.accumulator_bytes == plain.accumulator_bytes
-    assert largest(tiled, "reduce-scatter") <= TILE
-    assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
-
-
 # What is larger than a tile all the same.
 
 

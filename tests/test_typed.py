@@ -79,21 +79,6 @@ def test_every_public_name_is_used():
     assert {name for name in names if not re.search(rf"\bjzero\.{name}\b", source)} == set()
 
 
-def test_the_marker_is_what_does_it(tmp_path):
-    """The same file in a package without py.typed tells a checker nothing."""
-    for name, files in {"marked": ["_version.py", "py.typed"], "plain": ["_version.py"]}.items():
-        (tmp_path / "site" / name).mkdir(parents=True)
-        for file in files:
-            shutil.copy(ROOT / "jzero" / file, tmp_path / "site" / name)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from marked._version import __version__ as marked\n"
-        "from plain._version import __version__ as plain\n"
-        "reveal_type(marked)\nreveal_type(plain)\n"
-    )
-    assert said(check(program, tmp_path / "site")) == {3: ["str"], 4: ["Any"]}
-
-
 @pytest.mark.parametrize(
     ("function", "options", "named"),
     [

@@ -77,9 +77,6 @@ def train_on(program: Program, run: Callable[..., Any], batches: list[Any], dtyp
 
 def train_alone(program: Program, batches: list[Any], dtype: Any, num_shards: int = 1) -> Training:
     """One device with the whole batch: what every training must equal."""
-    if program.alone is not None:
-        found = to_host(program.alone(batches))
-        return Training([outputs for _, outputs in found], found[-1][0], [])
     return train_on(program, reference(program, num_shards), batches, dtype)
 
 
