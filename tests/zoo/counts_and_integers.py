@@ -62,13 +62,18 @@ def integer_metrics():
 
 @program
 def reductions_of_every_kind():
-    """Products, extremes, logsumexp, variances and norms of floats over the batch."""
+    """Reductions of floats, integers and truth values over the batch."""
 
     def loss(params, x, label):
         logits = mlp(params, x)
         losses = cross_entropies(logits, label)
         of_batch = {
             "product": jnp.prod(0.5 + 0.1 * losses),
+            "wrapped": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
+            "xor": jnp.bitwise_xor.reduce(label.astype(jnp.uint32) * jnp.uint32(2654435761)),
+            "or": jnp.bitwise_or.reduce(label),
+            "and": jnp.bitwise_and.reduce(label | 8),
+            "all": (label < 9).all(),
             "largest": losses.max(),
             "smallest": losses.min(),
             "per_class_largest": logits.max(0),
@@ -78,7 +83,7 @@ def reductions_of_every_kind():
             "ptp": jnp.ptp(losses),
             "geometric": jnp.exp(jnp.log(losses).mean()),
         }
-        loss = sum(jnp.mean(value) for value in of_batch.values())
+        loss = sum(jnp.mean(value) for value in of_batch.values() if value.dtype == losses.dtype)
         return loss + losses.mean(), of_batch
 
     return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A8 I2")
