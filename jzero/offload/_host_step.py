@@ -141,7 +141,10 @@ class HostStep(ListedStep):
             return ()
         enter = _conversions.entering(self.planned, variables)
 
-        run = of_list(_to_host(enter or (lambda leaves: leaves), self._places(variables)))
+        def enter_part(leaves: list[Any]) -> list[Any]:  # The program's name.
+            return leaves if enter is None else enter(leaves)
+
+        run = of_list(_to_host(enter_part, self._places(variables)))
         made = tuple(self.reads[var] for var in variables)
         return Run("", tuple(map(self.name, variables)), made, run), *_sent(made, copies)
 
