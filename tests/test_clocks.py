@@ -373,6 +373,22 @@ def test_operations_of_a_convolution_that_xla_computes():
     assert flops((IMAGE, kernel), spread) == 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4) / 4
 
 
+@pytest.mark.parametrize(
+    ("target", "mask", "factor"),
+    [("fmhaSoftmax", "NO_MASK", 4), ("fmhaSoftmaxBackward", "NO_MASK", 10), ("fmhaSoftmax", "CAUSAL", 2)],
+)  # fmt: skip
+def test_operations_of_fused_attention(target, mask, factor):
+    """Products of scores, 2 x 3 heads of 16 x 32, with a head's 8 elements: two forwards, five backwards."""
+    line = (
+        "  %y = (bf16[2,16,3,8]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b, %b), "
+        f'custom_call_target="__cudnn${target}", backend_config={{"cudnn_fmha_backend_config":{{'
+        '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","3","16","32"]},'
+        f'"mask_type":"{mask}"}}}}'
+    )
+    operands = ("bf16[2,16,3,8]{3,2,1,0}", "bf16[2,32,3,8]{3,2,1,0}")
+    assert flops(operands, line) == factor * 2 * 3 * 16 * 32 * 8
+
+
 def flops(operands, line):
     """Operations on tensor cores of one line, whose operands %a and %b have these shapes."""
     given = [

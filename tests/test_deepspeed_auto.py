@@ -216,6 +216,8 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
          ["3 keys fail", "learning_rate is 0.2, and optimizer.params.lr is 0.1",
           "adam_beta1 fills nothing: it is of optimizer.params.betas, with adam_beta2",
           "bf16 fills nothing: it is of bf16.enabled\n", "Correct or drop them."]),
+        ({**SMALL, "fp16": {"enabled": False}, "bf16": {"enabled": False}}, {"enabled": True},
+         ["enabled is the name of fp16.enabled, bf16.enabled: write one of them"]),
         (EVERY_AUTO, {**AUTO, "adam_beta2": None},
          ["adam_beta1 fills nothing: it is of optimizer.params.betas, with adam_beta2"]),
         (EVERY_AUTO, {**AUTO, "gradient_accumulation_steps": None},

@@ -288,6 +288,17 @@ def test_one_cycle_sets_betas(name: str, update: Update):
     assert found.notes["optimizer.params.betas"] == "Without effect: OneCycle sets them."
 
 
+def test_sgd_has_no_betas_to_set():
+    found = translated(
+        optimizer={"type": "SGD", "params": {"momentum": 0.9}},
+        scheduler={"type": "OneCycle", "params": MOMENTUM},
+    )
+    note = found.notes["scheduler.params.cycle_min_mom"]
+    assert note == "Without effect: the optimizer has no betas."
+    assert found.notes["optimizer.type"].endswith("It has no betas for OneCycle to set.")
+    assert "inject_hyperparams" not in found.python()
+
+
 def test_masters_check_gradients():
     found = translated(
         optimizer={"type": "SGD", "params": {"lr": 0.1}},

@@ -69,7 +69,7 @@ def test_reports_fit_a_terminal_and_say_what_their_dicts_say(options):
 
 
 def test_leaves_alike_are_one_line():
-    params = {}
+    params: dict[str, Any] = {}
     for i in range(100):
         long = "a_rather_long_name_of_a_module_" * 4 + str(i)
         params[long] = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(3)}
