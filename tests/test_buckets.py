@@ -317,7 +317,9 @@ def test_a_step_that_another_one_has_written_since(is_closed, s3, train_step, mo
     if is_closed:
         first.close()
     else:
-        _lock._held.discard(first._steps.lock._owner.token)  # as if it were no process of here
+        owner = first._steps.lock._owner
+        assert owner is not None
+        _lock._held.discard(owner.token)  # as if it were no process of here
     with jzero.Checkpointer(s3, train_step) as second:
         second.save(2, new_state())
     assert first.steps() == [1, 2]

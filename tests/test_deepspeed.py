@@ -186,6 +186,7 @@ def test_program_is_the_translation(name: str, monkeypatch: pytest.MonkeyPatch):
     comments = " ".join(line.lstrip("# ") for line in program.splitlines() if line.startswith("#"))
     assert [key for key in found.notes if not re.search(rf"\b{key}[:,] ", comments)] == []
     assert [note for note in found.notes.values() if f": {note}" not in comments] == []
+    assert str(found).splitlines() == [f"{key}: {note}" for key, note in found.notes.items()]
     if found.schedule is not None:
         assert [names["schedule"](n).item() for n in range(5)] == [
             found.schedule(n).item() for n in range(5)

@@ -68,6 +68,17 @@ def test_reports_fit_a_terminal_and_say_what_their_dicts_say(options):
     assert f"stage {found['stage']} over {found['devices']} devices" in one_line
 
 
+def test_keys_of_a_written_step_are_named():
+    def step(w, x, key):
+        noise = jax.random.uniform(key, ())
+        return w - jax.lax.pmean(jax.grad(lambda w: jnp.mean((x @ w) ** 2) * noise)(w), "batch")
+
+    train_step = jzero.shard_train_step(step, mesh=mesh(data=8), axes=jzero.Axes(axis_name="batch"))
+    report = train_step.describe(jnp.ones((16, 8)), jnp.ones((8, 16)), jax.random.key(0))
+    assert "PRNG keys, folded with the device's index: key" in " ".join(str(report).split())
+    assert report.to_dict()["keys"] == ["key"]
+
+
 def test_leaves_alike_are_one_line():
     params: dict[str, Any] = {}
     for i in range(100):
