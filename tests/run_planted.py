@@ -20,14 +20,14 @@ PATCHES = sorted((ROOT / "tests" / "planted").glob("*.patch"))
 
 
 def main() -> int:
-    ours, _, theirs = " ".join(sys.argv[1:]).partition("-- ")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("numbers", nargs="*", help="of patches; all by default")
-    args = parser.parse_args(ours.split())
+    args = parser.parse_args(sys.argv[1:end])
     missed = 0
     for patch in PATCHES:
         if not args.numbers or patch.name[:2] in args.numbers:
-            found = found_by(patch, theirs.split())
+            found = found_by(patch, sys.argv[end + 1 :])
             missed += not found
             print(f"{patch.stem}: {found or 'NOT FOUND'}", flush=True)
     return missed

@@ -267,6 +267,8 @@ CALLED: dict[str, tuple[Any, dict[str, Any], Any, Any, Any]] = {
     "a spec's axis": (step, {"in_specs": {"x": P("model")}}, (W, X), ValueError,
                       ["x float32[16,8]: its spec P('model',) names axis 'model'",
                        "the data axes are ('data',)", "Correct it, or drop it to split dim 0"]),
+    "a spec that names an axis twice": (step, {"in_specs": {"x": P("data", "data")}}, (W, X), ValueError,
+                      ["its spec P('data', 'data') names axis 'data' twice", "Correct it, or drop it"]),
     "a spec's dims": (step, {"in_specs": {"x": P(None, None, "data")}}, (W, X), ValueError,
                       ["x float32[16,8] has fewer dims than its spec",
                        "which dims of an argument are split"]),

@@ -151,7 +151,7 @@ def batch_specs(
     """
     given, bad = list[P | None](), list[str]()
     for path, leaf, spec in _with_specs(arrays, specs):
-        bad += [] if spec is None else _unknown(path, leaf, spec, axes)
+        bad += [] if spec is None else _misnamed(path, leaf, spec, axes)
         given.append(None if spec is None else _in_order(spec, axes))
     if bad:
         raise BatchError(message(
@@ -200,13 +200,16 @@ def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
     return in_specs
 
 
-def _unknown(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:
+def _misnamed(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:
     what = describe_leaf(path, leaf.shape, leaf.dtype)
     if len(spec) > len(leaf.shape):
         return [f"{what} has fewer dims than its spec {spec}"]
-    names = [name for entry in spec for name in spec_axes(entry) if name not in axes]
-    if names:
-        return [f"{what}: its spec {spec} names axis {names[0]!r}; the data axes are {tuple(axes)}"]
+    names = [name for entry in spec for name in spec_axes(entry)]
+    for i, name in enumerate(names):
+        if name not in axes:
+            return [f"{what}: its spec {spec} names axis {name!r}; the data axes are {tuple(axes)}"]
+        if name in names[:i]:
+            return [f"{what}: its spec {spec} names axis {name!r} twice"]
     return []
 
 
@@ -264,9 +267,8 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
 
 def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate: int) -> list[str]:
     what = describe_leaf(path, leaf.shape, leaf.dtype)
-    unknown = _unknown(path, leaf, spec, axes)
-    if unknown:
-        return unknown
+    if wrong := _misnamed(path, leaf, spec, axes):
+        return wrong
     for dim, entry in enumerate(spec):
         names = spec_axes(entry)
         parts = math.prod(axes[name] for name in names)
