@@ -181,6 +181,8 @@ def test_a_count_needs_a_loop_of_its_own_and_little_else():
     psi = 16 * 32 + 32
     assert found.elements("reduce-scatter") == 4 * psi
     assert found.elements("all-reduce") == 3  # the weights' total, the count of tokens, the loss
+    assert found.loops.num == 2
+    assert found.loops.repeats == 1  # The loop that counts computes no loss.
 
 
 # -- what comes from the rows ----------------------------------------------------------------------

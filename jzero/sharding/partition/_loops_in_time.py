@@ -58,8 +58,9 @@ def loops_in_time(
     ends = [levels.of[var] + 1 for var in (*lasts, *own)]
     ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
-    waited = _waited_for(levels)
+    waited = _waited_for(levels, levels.loop)
     policy, loops = _remat_policy(levels, inside, waited, num, devices), list[LoopInTime]()
+    _put_off(levels, policy, [levels.maker[var] for var in (*lasts, *own)], acts, last)
     for level in range(last):
         sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
@@ -225,11 +226,43 @@ def _remat_policy(
     return RematPolicy(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
 
 
-def _waited_for(levels: _Levels) -> set[Var]:
-    """Values that are computed outside of loops, and that a loop depends on."""
+def _put_off(
+    levels: _Levels, policy: RematPolicy, results: Iterable[int], acts: Iterable[int], last: int
+) -> None:
+    """Moves sums and results that nothing waits for into the last loop, where only that runs their products.
+
+    The gradient of a loss that is divided by a count waits for the count: the first loop only counts, and the
+    last one makes the loss beside its gradient.
+    """
+    region, eqns, once = levels.frame, levels.frame.jaxpr.eqns, {*levels.once}
+    acting = {i for i in once if _jaxpr.has_side_effects(eqns[i])}
+    waited = _waited_for(levels, {*levels.loop, *levels.sums, *levels.stacked, *acting})
+    held = {i for i in levels.sums if waited & {*eqns[i].outvars}} | {*acts}
+    held |= {
+        i for i in results if any(once & {*region.readers.get(v, ())} for v in eqns[i].outvars)
+    }
+    ends = [*dict.fromkeys((*levels.sums, *results, *acts))]
+    made = [
+        [i for i in ends if levels.of_eqns[i] - (i in levels.sums) == level]
+        for level in range(last)
+    ]
+    for makers in made[:-1]:
+        runs = policy.products_behind([i for i in makers if i in held])
+        for i in makers:
+            mine = policy.products_behind([i])
+            if i not in held and not mine <= runs and mine <= policy.products_behind(made[-1]):
+                levels.of |= dict.fromkeys(eqns[i].outvars, last - (i not in levels.sums))
+    for i in sorted({*once, *levels.sums}):  # They, and what is computed from them.
+        read = (*variables(eqns[i].invars), *eqns[i].outvars)
+        levels.of_eqns[i] = max([levels.of_eqns[i], *(levels.of[var] for var in read)])
+        levels.of |= dict.fromkeys(eqns[i].outvars, levels.of_eqns[i])
+
+
+def _waited_for(levels: _Levels, by: Collection[int]) -> set[Var]:
+    """Values that are computed outside of loops, and that some equations depend on."""
     found = set[Var]()
     for index, eqn in reversed([*enumerate(levels.frame.jaxpr.eqns)]):
-        if index in levels.loop or not found.isdisjoint(eqn.outvars):
+        if index in by or not found.isdisjoint(eqn.outvars):
             found.update(v for v in variables(eqn.invars) if not levels.is_made_in_loop(v))
     return found
 

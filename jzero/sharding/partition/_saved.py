@@ -99,6 +99,10 @@ class RematPolicy:
         self._all_run += sum(self._products[i] for i in run)
         return run, recomputed, saved
 
+    def products_behind(self, makers: Sequence[int]) -> set[int]:
+        """The equations with matrix products that `makers` depend on."""
+        return {i for i in self._behind(makers, ())[0] if self._products[i]}
+
     def loops(self, num: int, begun_by: Sequence[int], at_once: Sequence[int]) -> Loops:
         """The report on `num` loops, what begins them, and products that run once for all microbatches."""
         once = sum(self._products[i] for i in self._first_run)
