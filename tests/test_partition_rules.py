@@ -166,6 +166,18 @@ def arange(x: Any) -> Any:
     return jnp.arange(x.shape[0])
 
 
+def pairs(x: Any, i: Any) -> Any:
+    """Several elements of each row, as DLRM picks those above a diagonal: rows are counted in one dim."""
+    rows = jnp.tile(arange(x)[:, None], (1, i.shape[1])).reshape(1, -1)
+    rows, columns = jnp.concatenate([rows, i.reshape(1, -1)])
+    return x[rows, columns].reshape(*i.shape, *x.shape[2:])
+
+
+def add_pairs(x: Any, i: Any, y: Any) -> Any:
+    rows = jnp.repeat(arange(x), i.shape[1])
+    return x.at[rows, i.reshape(-1)].add(y.reshape(-1, *y.shape[2:]))
+
+
 def cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
 
@@ -347,6 +359,10 @@ LOOK_UPS = {
     ),
     "own row": Case(lambda x, i: x[arange(x), i], "bv i:b", "v"),
     "own row's gradient": Case(gradient(lambda x, i: x[arange(x), i], 0), "bv i:b", "v"),
+    "own row, each repeated": Case(pairs, "bv i:bk", "v"),
+    "own row, each repeated, gradient": Case(gradient(pairs, 0), "bv i:bk", "v"),
+    "own row of windows, each repeated": Case(pairs, "bvd i:bk", "v"),
+    "add to own row, each repeated": Case(add_pairs, "bvd i:bk bkd"),
     "own row, vmap": Case(jax.vmap(lambda x, i: x[i]), "bvd i:b", "v"),
     "add to own row": Case(lambda x, i, y: x.at[arange(x), i].add(y), "bv i:b b"),
     "maximum with own row": Case(lambda x, i, y: x.at[arange(x), i].max(y), "bv i:b b"),
