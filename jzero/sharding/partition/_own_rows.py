@@ -158,13 +158,15 @@ def _counts(region: Region, atom: Atom, dim: int, times: int) -> bool:
             return chosen is not None and not np.any(chosen) and _counts(region, ins[1], dim, times)
         below = test.primitive.name == "lt" and _is_zero(test.invars[1])
         return below and all(_counts(region, x, dim, times) for x in (test.invars[0], ins[1]))
-    source = _source(region, eqn, dim, times)
+    source = _source(region, eqn, atom, dim, times)
     return source is not None and _counts(region, *source)
 
 
-def _source(region: Region, eqn: Eqn, dim: int, times: int) -> tuple[Atom, int, int] | None:
+def _source(
+    region: Region, eqn: Eqn, out: Atom, dim: int, times: int
+) -> tuple[Atom, int, int] | None:
     """What has the same numbers along a dim, along which dim, and how often each; None if that is unknown."""
-    name, atom, shape = eqn.primitive.name, eqn.invars[0], eqn.outvars[0].aval.shape
+    name, atom, shape = eqn.primitive.name, eqn.invars[0], out.aval.shape
     if name == "broadcast_in_dim" and dim in (to := [*eqn.params["broadcast_dimensions"]]):
         d = to.index(dim)
         return (atom, d, times) if atom.aval.shape[d] == shape[dim] else None
@@ -175,8 +177,16 @@ def _source(region: Region, eqn: Eqn, dim: int, times: int) -> tuple[Atom, int, 
     if name == "squeeze":
         kept = [d for d in range(atom.aval.ndim) if d not in eqn.params["dimensions"]]
         return atom, kept[dim], times
-    if name == "slice":
-        part = _part(_maker(region, atom), eqn, dim)
+    if name == "slice" and eqn.params["strides"] in (None, (1,) * len(shape)):
+        bounds = [*zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)]
+        part = _part(_maker(region, atom), bounds, dim)
+        return None if part is None else (part, dim, times)
+    if name == "unstack":  # `tuple(x)`, in newer JAX
+        axis, at = eqn.params["axis"], [x is out for x in eqn.outvars].index(True)
+        dim += dim >= axis
+        bounds = [(0, size) for size in atom.aval.shape]
+        bounds[axis] = at, at + 1
+        part = _part(_maker(region, atom), bounds, dim)
         return None if part is None else (part, dim, times)
     if name == "reshape" and eqn.params["dimensions"] is None:
         every, num = _stride(shape, dim) * times, shape[dim] // times
@@ -191,17 +201,16 @@ def _stride(shape: Sequence[int], dim: int) -> int:
     return math.prod(shape[dim + 1 :])
 
 
-def _part(joins: Eqn | None, slices: Eqn, dim: int) -> Atom | None:
-    """The operand of a concatenation along another dim that a slice of its result is."""
+def _part(joins: Eqn | None, bounds: list[tuple[int, int]], dim: int) -> Atom | None:
+    """The operand of a concatenation along another dim that is within some bounds of its result."""
     if joins is None or joins.primitive.name != "concatenate" or joins.params["dimension"] == dim:
         return None
-    bounds = [*zip(slices.params["start_indices"], slices.params["limit_indices"], strict=True)]
     along, start = joins.params["dimension"], 0
     for part in joins.invars:
         whole = [(0, size) for size in part.aval.shape]
         whole[along] = start, start + part.aval.shape[along]
         if whole == bounds:
-            return part if slices.params["strides"] in (None, (1,) * len(whole)) else None
+            return part
         start = whole[along][1]
     return None
 
