@@ -120,8 +120,7 @@ def _columns(region: Region, eqn: Eqn) -> list[Atom] | None:
 
 def _own_column(
     region: Region, eqn: Eqn, columns: list[Atom], dims: list[list[int]]
-) -> tuple[int, int, int] | None:
-    """A column that counts along a dim of the indices: its number, the operand's dim, and that dim."""
+) -> _OwnColumn | None:
     map_, gone, _, of_indices = dims
     shape, places = eqn.invars[0].aval.shape, range(eqn.invars[1].aval.ndim - 1)
     if len(columns) < 2:
