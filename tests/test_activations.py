@@ -136,6 +136,15 @@ def test_one_device_moves_what_each_of_two_does(scan, recompute):
     ]
 
 
+def test_microbatches_move_what_one_batch_does():
+    one, two = (
+        sharded(True, accumulate=k, **ON_HOST).plan(new_state(), *batches()[0]).activations
+        for k in (1, 2)
+    )
+    assert one
+    assert [(x.iterations, x.times) for x in two] == [(x.iterations, x.times) for x in one]
+
+
 @pytest.mark.parametrize("limit", [0, 2**30], ids=["one on its way", "all on their way"])
 def test_values_wait_for_those_before(monkeypatch, limit):
     """What an unrolled forward pass goes on with waits for copies to the host, if they are many bytes."""

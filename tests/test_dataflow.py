@@ -1,13 +1,95 @@
 """Facts that jzero's analyses find of real steps, and the same on edges and dataflow: none may differ."""
 
 import collections
+import contextlib
+import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
+import facts
+import jzero
+import small
+import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, trip_count
+from jzero.sharding.analysis import _new_leaves
+from jzero.sharding.plan import _make
+from jzero.tracing import _jaxpr
+from small import grouped
+from zoo.sampling import check
+
+# One of each bundle's setting; all of them are slow. A device that is alone has nothing that differs.
+SAMPLED = [
+    pytest.param(i, marks=[pytest.mark.slow] * (i % 10 > 0))
+    for i in range(500)
+    if math.prod(check.setting_of(i).axes) > 1
+]
+
+
+@contextlib.contextmanager
+def analysed():
+    """Frames that plans are made of."""
+    found, original = [], _make._laid_out
+
+    def laid_out(frame, *args):
+        found.append(frame)
+        return original(frame, *args)
+
+    with mock.patch.object(_make, "_laid_out", laid_out):
+        yield found
+
+
+def zoo_step(name):
+    entry, mesh = zoo.get(name), small.mesh(data=8)
+    with analysed() as found:
+        train_step = jzero.shard_train_step(entry.step, mesh=mesh, **grouped(**entry.options))
+        train_step.plan(jax.eval_shape(entry.init), *entry.batches(1)[0])
+    return found
+
+
+def sampled_step(seed):
+    setting = check.setting_of(seed)
+    program = check.program_of(seed, setting)
+    b, t, w = ([batch] for batch in program.batches[0])
+    with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
+        with analysed() as found, contextlib.suppress(jzero.JzeroError):
+            check.shard(setting, check.together([program])).plan([program.make_state()], b, t, w)
+    return found
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("name", zoo.CORE)
+def test_facts_of_the_zoo(name):
+    found = zoo_step(name)
+    assert found
+    for each in found:
+        assert_same(each)
+
+
+@pytest.mark.slow(but=8)
+@pytest.mark.parametrize("seed", SAMPLED)
+def test_facts_of_sampled_steps(seed):
+    for each in sampled_step(seed):
+        assert_same(each)
+
+
+def assert_same(frame):
+    num = len(frame.jaxpr.outvars)
+    assert values(frame)
+    for stops in (), range(0, len(frame.jaxpr.eqns), 7):
+        mine, theirs = (of.new_leaves(frame, num, stops) for of in (facts, _new_leaves))
+        for var in values(frame):
+            assert mine.get(var, 0) == theirs.get(var, 0), var
+
+
+def values(region):
+    jaxpr = region.jaxpr
+    made = [out for eqn in jaxpr.eqns for out in eqn.outvars if not _jaxpr.is_dropped(out)]
+    return dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *made])
 
 
 def test_every_edge_of_a_loop():
