@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jzero.preflight import _kernels
-from jzero.preflight._clocks import FROM_HOST, TO_HOST
+from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
 from jzero.preflight._schedule import Copied, Started, hidden_share, read_program, schedule_of
 from jzero.targets._links import with_links
@@ -179,6 +179,27 @@ def test_a_permutation_takes_its_slowest_pair(pairs):
     step = [Started(read_program(program(*lines).replace(pairs, "{0,1},{3,2}")))]
     found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
     assert (found.step_seconds, found.collectives[0].axes) == (4.0, ("local",))
+
+
+def test_latencies_of_collectives_are_not_shared():
+    link = Link(under_way=2)
+    link.begin("first", 4.0, 0.0, latency=1.0)
+    link.begin("second", 1.0, 0.0, latency=2.0)
+    # The first flows alone from 1 to 2, then both share the link: the second's 1 s takes until 4.
+    assert (link.end("second"), link.end("first")) == (4.0, 6.0)
+    alone = Link()
+    alone.begin("first", 4.0, 0.0, latency=1.0)
+    alone.begin("second", 1.0, 0.0, latency=2.0)
+    assert (alone.end("first"), alone.end("second"), alone.last()) == (5.0, 8.0, 8.0)
+
+
+def test_no_collective_is_hidden_by_less_than_nothing():
+    """Nothing else runs: rounding, or links that are shared, must not make it `-0 %`."""
+    (gather,) = modelled(program(named(GATHER, "g"), named(GATHERED, "g"))).collectives
+    late = gather._replace(exposed_seconds=gather.seconds * (1 + 1e-9))
+    assert f"{100 * late.hidden:.0f} %" == "0 %"
+    shared = gather._replace(exposed_seconds=1.2 * gather.seconds)
+    assert hidden_share([shared]) == 0
 
 
 BODY = """\

@@ -385,6 +385,44 @@ def test_as_many_processes_with_other_batches():
     assert "it would repeat 4 or skip 8" in refusal(batched_before, save(iterators), 0, 4, 3)
 
 
+@pytest.mark.parametrize("unlike", [0, 29])
+def test_other_data_behind_much(unlike):
+    """The words are cut, and what is cut off is compared all the same."""
+
+    def many(other):
+        def make(index, count, size):
+            each = [
+                grain.MapDataset.range(50).shuffle(seed=i + 100 * (i == other)) for i in range(30)
+            ]
+            return iter(grain.MapDataset.mix(each)[index::count].to_iter_dataset(SMALL).batch(size))
+
+        return make
+
+    saved = save(start(many(None), 4, 2))
+    assert all(len(repr(each.place)) < 400 for each in saved)
+    assert step(start(many(None), 2, 4, saved)) == step(start(many(None), 4, 2))
+    assert "the data were MixedMapDataset" in refusal(many(unlike), saved, 0, 2, 4)
+
+
+def test_the_end_of_the_data():
+    """A DataLoader of six has 240 of 241 examples, one alone all of them."""
+
+    def to_the_end(index, count, size):
+        return iter(
+            grain.DataLoader(
+                data_source=grain.sources.RangeDataSource(0, NUM_EXAMPLES + 1, 1),
+                sampler=grain.samplers.IndexSampler(NUM_EXAMPLES + 1, num_epochs=1),
+                operations=[grain.transforms.Batch(size)],
+                shard_options=grain.sharding.ShardOptions(index, count),
+            )
+        )
+
+    alone = start(to_the_end, 1, NUM_EXAMPLES + 1)
+    step(alone)
+    for iterator in start(to_the_end, 6, 4, save(alone)):
+        assert next(iterator, None) is None
+
+
 def test_states_that_differ():
     class Place:
         def get_state(self):

@@ -152,7 +152,7 @@ def drawn():
     return rng.normal(size=(DIM, DIM)), rng.normal(size=(ROWS, DIM))
 
 
-@pytest.mark.slow(but=["in_order-1-2"])
+@pytest.mark.slow(but=["in_order-1-2", "in_two_loops-1-2"])
 @pytest.mark.parametrize(("num", "accumulate"), [(1, 2), (8, 1), (8, 2)])
 @pytest.mark.parametrize("name", STEPS)
 def test_as_under_jit(name, num, accumulate):

@@ -194,6 +194,14 @@ def test_collectives_are_counted_in_all():
         assert verdict.word == word
 
 
+@pytest.mark.parametrize("section", ["values", "refused", "warnings", "aliased", "streamed"])
+def test_what_no_gain_outweighs(section):
+    new = {**RECORD, "traffic": ["bytes over data: 512", "all-gather: 3"], section: ["another"]}
+    verdict = golden.compared("row", RECORD, new)
+    assert verdict is not None
+    assert verdict.word == "update"
+
+
 @pytest.mark.parametrize("lost", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_shows(lost):
     x = np.arange(6.0)
