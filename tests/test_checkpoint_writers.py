@@ -96,6 +96,22 @@ def test_close_raises_it_too_and_lets_others_write(train_step, tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_save_that_fails_at_once_is_done_again(train_step, tmp_path):
+    with jzero.Checkpointer(tmp_path, train_step, asynchronous=False) as checkpointer:
+        with small_files(), pytest.raises(jzero.CheckpointError, match="File too large"):
+            checkpointer.save(1, new_state())
+        assert checkpointer.save(1, new_state())
+    assert_restored(restore(tmp_path, train_step))
+
+
+def test_warnings_name_the_callers_line(train_step, tmp_path):
+    (tmp_path / "007").mkdir()
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        with pytest.warns(match="not how its number is written") as said:
+            checkpointer.latest_step()
+    assert said[0].filename == __file__
+
+
 def test_a_directory_that_was_removed(train_step, tmp_path, monkeypatch):
     """Between saves, it is made again; while a step is written, that fails, and can be done again."""
     with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:

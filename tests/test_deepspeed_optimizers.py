@@ -288,6 +288,17 @@ def test_one_cycle_sets_betas(name: str, update: Update):
     assert found.notes["optimizer.params.betas"] == "Without effect: OneCycle sets them."
 
 
+def test_the_first_beta_after_the_cycle():
+    schedule = jzero.deepspeed.one_cycle_momentum(0.5, 0.9, 0.02, 10, 6, 5, 3, 4)
+    options = {
+        "cycle_min_mom": 0.5, "decay_mom_rate": 0.02, "cycle_first_step_size": 10,
+        "cycle_second_step_size": 6,
+        "cycle_first_stair_count": 5, "cycle_second_stair_count": 3, "decay_step_size": 4,
+    }  # fmt: skip
+    found = [float(schedule(n)) for n in range(30)]
+    np.testing.assert_allclose(found, [first_beta(options, n - 1) for n in range(30)], rtol=2e-6)
+
+
 def test_sgd_has_no_betas_to_set():
     found = translated(
         optimizer={"type": "SGD", "params": {"momentum": 0.9}},
