@@ -18,6 +18,7 @@ from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._in_place import in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._late_sums import late_sums
+from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._whole_stacks import whole_stacks
@@ -103,6 +104,9 @@ Pass = Callable[[Any], Any]
 PASSES: dict[str, Pass] = {
     "prefetch": lambda jaxpr: prefetch(jaxpr, 2**28),
     "prefetch 3 matrices": lambda jaxpr: prefetch(jaxpr, 3 * MATRIX),
+    "prefetch 1": lambda jaxpr: prefetch(jaxpr, 1),
+    "prefetch 0": lambda jaxpr: prefetch(jaxpr, 0),
+    "order": lambda jaxpr: order(jaxpr, MATRIX),
     "order 0": lambda jaxpr: order(jaxpr, 0),
     "after_loops": after_loops,
     "inputs_first": lambda jaxpr: inputs_first(jaxpr, MATRIX),
@@ -177,6 +181,20 @@ def test_no_more_than_the_limit_is_gathered_and_not_read(limit: int, remat: bool
     assert most(limit) > min(most(2**28), limit) - TABLE
 
 
+def carried(jaxpr: Any) -> list[int]:
+    """Bytes that each loop gathers for its next turn, for those with any, the inner ones first."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            found += carried(_jaxpr.open_jaxpr(inner)[0])
+        if eqn.primitive.name == "scan":
+            num, body = _jaxpr.scan_parts(eqn).num_carry, _jaxpr.scan_parts(eqn).body
+            made = {v for e in body.eqns if e.primitive.name == "all_gather" for v in e.outvars}
+            nbytes = sum(bytes_of(v) for v in body.outvars[:num] if v in made)
+            found += [nbytes] if nbytes else []
+    return found
+
+
 def executed(jaxpr: Any, name: str, times: int = 1) -> int:
     """How often a primitive runs, loops multiplied out."""
     found = 0
@@ -186,6 +204,24 @@ def executed(jaxpr: Any, name: str, times: int = 1) -> int:
         inner = [_jaxpr.open_jaxpr(x)[0] for x in _jaxpr.inner_jaxprs(eqn)]
         found += sum(executed(x, name, times * turns) for x in inner)
     return found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "nbytes"), [(0, 0), (MATRIX, MATRIX), (2 * MATRIX, 2 * MATRIX), (2**28, 2 * MATRIX)]
+)
+def test_a_loop_carries_what_fits(limit: int, nbytes: int, remat: bool):
+    made = program(remat, 1).through(lambda jaxpr: prefetch(jaxpr, limit)).jaxpr
+    # Without remat the backward loop reads the gathered matrices that the forward loop has stacked.
+    assert carried(made) == ([nbytes] * (1 + remat) if nbytes else [])
+
+
+@forms
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_adds_no_collective(name: str, remat: bool, loops: int):
+    plain = program(remat, loops)
+    for op in ("all_gather", "reduce_scatter", "dot_general"):
+        assert executed(plain.through(PASSES[name]).jaxpr, op) == executed(plain.jaxpr, op)
 
 
 def behind(jaxpr: Any, name: str) -> list[tuple[Any, set[int]]]:
@@ -198,6 +234,25 @@ def behind(jaxpr: Any, name: str) -> list[tuple[Any, set[int]]]:
         mine = {i} if eqn.primitive.name == name else set()
         before |= dict.fromkeys(eqn.outvars, waits | mine)
     return found
+
+
+def test_gathers_of_unrolled_layers_wait_for_products():
+    """The table, three layers of two matrices, the last matrix; each product waits for the one before."""
+    expected = {
+        0: [0, 1, 2, 3, 4, 5],
+        1: [0, 0, 1, 2, 3, 4],  # a product to hide behind, however small the bound
+        3 * MATRIX: [0, 0, 1, 1, 2, 3],
+        5 * MATRIX: [0, 0, 0, 0, 1, 1],
+    }
+    for limit, waits in expected.items():
+        made = program(True, 0).through(functools.partial(prefetch, nbytes=limit)).jaxpr
+        found = [
+            len(w) for eqn, w in behind(made, "dot_general") if eqn.primitive.name == "all_gather"
+        ]
+        assert found[:6] == waits, limit
+        forward = 2 * LAYERS + 1
+        # Those of the backward pass wait for the whole forward pass.
+        assert min(found[forward + 1 :]) > forward
 
 
 # -- the order of reductions ---------------------------------------------------------------------------
@@ -237,17 +292,46 @@ def test_reductions_wait_for_each_other_and_stand_behind_their_products(
     assert not any(free), "they run as they come where the pass is left out"
 
 
+def test_a_reduction_stands_where_its_gradient_is_made():
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        grads = [x.T @ (x @ w) for w in (w, v)]
+        scatter = functools.partial(lax.psum_scatter, axis_name=explicit.AXIS, tiled=True)
+        # In the order in which an update reads them: the last one first.
+        return [scatter(g) for g in reversed(grads)]
+
+    types = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
+    rows = jax.ShapeDtypeStruct((NUM, WIDTH), jnp.float32)
+    specs = [P(), P(), P(explicit.AXIS)], [P(explicit.AXIS)] * 2
+    made = explicit.program(step, [*types, rows], MESH, *specs).through(PASSES["order 0"])
+    names = [eqn.primitive.name for eqn in made.jaxpr.eqns]
+    names = [name for name in names if name in ("dot_general", "reduce_scatter")]
+    assert names == ["dot_general", "dot_general", "reduce_scatter"] * 2
+
+
 def test_reductions_run_in_groups():
     mib = 2**20
     cases: list[tuple[list[int], int, bool, list[int]]] = [
         ([8, 8, 8, 8], 0, True, [0, 1, 2, 3]),
         ([8, 8, 8, 8], 64 * mib, True, [0, 0, 1, 1]),  # halves
+        ([8, 8, 8, 8], 8 * mib, True, [0, 1, 2, 3]),
         ([8, 8, 8, 8, 8, 8, 8, 8], 16 * mib, True, [0, 0, 1, 1, 2, 2, 3, 3]),
         ([8] * 8, 16 * mib, False, [0, 1, 2, 3, 4, 5, 6, 7]),  # half of that outside of loops
         ([1] * 8, 64 * mib, True, [0, 0, 0, 0, 1, 1, 1, 1]),  # 4 MiB at least
     ]
     for sizes, nbytes, in_turn, expected in cases:
         assert _order.groups([size * mib for size in sizes], nbytes, in_turn) == expected, sizes
+
+
+def test_a_large_gradient_is_reduced_before_the_next_loop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_order, "WAITS_THROUGH_LOOPS", TABLE - 1)
+    before, after = (
+        [waits for eqn, waits in behind(p.jaxpr, "reduce_scatter") if eqn.primitive.name == "scan"]
+        for p in (program(), program().through(PASSES["order 0"]))
+    )
+    assert [len(waits) for waits in before] == [0, 0]
+    assert [len(waits) for waits in after] == [0, 1], (
+        "the backward loop waits for the last matrix's"
+    )
 
 
 def tied_step(embed: jax.Array, ws: jax.Array, x: jax.Array) -> Any:
@@ -378,4 +462,117 @@ def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_o
 # -- stacks of loops -----------------------------------------------------------------------------------
 
 
+def stacking_step(reads_twice: bool, ws: jax.Array, x: jax.Array) -> Any:
+    """Stacks sums in bfloat16, widened, of which the loop itself may read; sums that all have; a cast one."""
+
+    def turn(x: jax.Array, w: jax.Array) -> Any:
+        x = jnp.tanh(x @ w)
+        part = lax.psum_scatter((x.T @ x).astype(jnp.bfloat16), explicit.AXIS, tiled=True)
+        wide = part.astype(jnp.float32)
+        total, narrow = lax.psum(x.sum(0), explicit.AXIS), x.sum(1).astype(jnp.bfloat16)
+        return x + wide[:1] if reads_twice else x, (wide, total, narrow)
+
+    x, stacks = lax.scan(turn, x, ws, reverse=True)
+    return [x, *stacks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [0, 2**22])
+@pytest.mark.parametrize("reads_twice", [False, True])
+def test_what_is_done_to_whole_stacks(reads_twice: bool, limit: int):
+    whole = functools.partial(whole_stacks, nbytes=limit)
+    rows = jnp.sin(jnp.arange(2.0 * NUM * WIDTH)).reshape(-1, WIDTH)
+    args = [make_params()["layers"]["up"][..., :WIDTH], rows]
+    by_rows, stacked = P(explicit.AXIS), P(None, explicit.AXIS)
+    specs = [P(), by_rows], [by_rows, stacked, P(), stacked]
+    plain = explicit.program(functools.partial(stacking_step, reads_twice), args, MESH, *specs)
+    made = plain.through(whole)
+    for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
+        np.testing.assert_array_equal(was, now)
+    (loop,) = (eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan")
+    _, wide, total, narrow = (out.aval for out in loop.outvars)
+    assert wide.dtype == (jnp.float32 if reads_twice else jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16, "nothing is gained by a stack that is wider"
+    assert total.shape == (LAYERS, WIDTH)
+    # Small sums are one behind the loop, but for what the loop itself reads.
+    assert wide.shape[1] == (WIDTH if limit and not reads_twice else WIDTH // NUM)
+    assert executed(made.jaxpr, "psum") == (1 if limit else LAYERS)
+    assert executed(made.jaxpr, "reduce_scatter") == (1 if wide.shape[1] == WIDTH else LAYERS)
+    # [Note: slices that are only copied]
+    body = _jaxpr.scan_parts(loop).body
+    makers = {out: eqn.primitive.name for eqn in body.eqns for out in eqn.outvars}
+    names = [makers[_jaxpr.variable(x)] for x in body.outvars[1:]]
+    copied = [not limit and not reads_twice, not limit]
+    assert [name == "select_n" for name in names] == [*copied, False]
+
+
 # -- behind loops, at large matrices, on CPUs ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_first", [False, True])
+def test_gathers_behind_a_loop_wait_for_it(ahead_first: bool):
+    plain = program(True, 1)
+    if ahead_first:
+        plain = plain.through(PASSES["prefetch"])
+    found = []
+    for made in (plain, plain.through(after_loops)):
+        loop, found_here = False, []
+        for eqn, waits in behind(made.jaxpr, "scan"):
+            loop |= eqn.primitive.name == "scan"
+            found_here += [bool(waits)] if loop and eqn.primitive.name == "all_gather" else []
+        found.append(found_here)
+    assert all(found[1])
+    # Where gathers are ahead, they wait already.
+    assert found[0] == ([True] * 3 if ahead_first else [False])
+
+
+def test_what_a_last_turn_makes_is_read_when_all_of_it_is_there():
+    made = program(True, 1).through(PASSES["prefetch"], after_loops).jaxpr
+    region = [eqn for eqn in made.eqns if _jaxpr.in_scope(eqn, _waits.LAST_ITERATION)]
+    barriers = [eqn for eqn in region if _jaxpr.in_scope(eqn, _waits.AFTER_LOOP)]
+    assert [eqn.primitive.name for eqn in barriers] == ["optimization_barrier"] * 2
+    own = {out for eqn in region if eqn not in barriers for out in eqn.outvars}
+    readers = [eqn for eqn in made.eqns if own.intersection(_jaxpr.variables_read(eqn))]
+    assert all(_jaxpr.in_scope(eqn, _waits.LAST_ITERATION) for eqn in readers)
+    assert own.isdisjoint(x for x in made.outvars if not _jaxpr.is_literal(x))
+
+
+@forms
+def test_on_cpus_collectives_wait_for_loops_with_collectives(remat: bool, loops: int):
+    plain = program(remat, loops)
+    for made in (plain, plain.through(PASSES["all"])):
+        ordered = made.through(one_order)
+        before: set[int] = set()
+        for i, (eqn, waits) in enumerate(behind(ordered.jaxpr, "scan")):
+            meets = eqn.primitive.name in ("all_gather", "reduce_scatter", "psum")
+            nests = eqn.primitive.name == "scan" and executed(
+                _jaxpr.scan_parts(eqn).body, "all_gather"
+            )
+            assert not (meets or nests) or before <= waits, eqn
+            before |= {i} if nests else set()
+
+
+@pytest.mark.slow
+def test_barriers_of_the_program_give_way():
+    """A gather waits for a product in their place."""
+
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        x = x @ lax.all_gather(w, explicit.AXIS, axis=0, tiled=True)
+        v, x = lax.optimization_barrier((v, x))
+        v, u = lax.optimization_barrier((v * 2, v + 1))
+        v, u = lax.optimization_barrier((v + u, u))
+        return [(x @ x.T) @ x @ lax.all_gather(v * u, explicit.AXIS, axis=0, tiled=True)]
+
+    args = [jnp.ones((WIDTH, WIDTH)) / 9, jnp.full((WIDTH, WIDTH), 0.1), jnp.ones((NUM * 2, WIDTH))]
+    specs = [P(explicit.AXIS)] * 3, [P(explicit.AXIS)]
+    plain = explicit.program(step, args, MESH, *specs)
+    for limit, products in ((0, 3), (2**28, 0)):
+        made = plain.through(functools.partial(prefetch, nbytes=limit))
+        waits = [
+            w for eqn, w in behind(made.jaxpr, "dot_general") if eqn.primitive.name == "all_gather"
+        ]
+        assert [len(w) for w in waits] == [0, products]
+        np.testing.assert_array_equal(made.run()(*args)[0], plain.run()(*args)[0])
+
+
+CALLS: list[int] = []
