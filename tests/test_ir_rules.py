@@ -242,7 +242,7 @@ def seen() -> set[str]:
     return set()
 
 
-@pytest.mark.slow(but=18)
+@pytest.mark.slow(but=["matrix product", *[*CASES][::13]])
 @pytest.mark.parametrize("name", CASES)
 def test_each_equation(name):
     for eqn, ins, outs in equations(CASES[name]):
