@@ -101,9 +101,8 @@ def run(disk: Disk, num: int) -> collections.Counter[str]:
         else:
             chosen = rng.choice([(0,), (1,), (0, 1)])
             # That two headers exchange their steps no checksum can tell.
-            alter = functools.partial(altered, but="step" if len(chosen) == 2 else "")
-            changed_by: list[Any] = [mutated, alter, alter]
-            change = rng.choice(changed_by)
+            alter: Any = functools.partial(altered, but="step" if len(chosen) == 2 else "")
+            change = rng.choice([mutated, alter, alter])
             changes = {k * PAGE: page_of(change(rng, heads[k])) for k in chosen}
         counts[disk.outcome(path, changes)] += 1
     return counts
