@@ -19,7 +19,7 @@ import pytest
 import hostile_checkpoints
 import jzero
 from hostile_checkpoints import VALUES
-from jzero.checkpoint import _inspect, _seal
+from jzero.checkpoint import _chunks, _inspect, _seal
 from jzero.cli._main import main
 from jzero.weights import _export
 from test_hostile_files import within
@@ -207,6 +207,11 @@ def test_files_that_are_read_whole(train_step, tmp_path):
         refused(tmp_path / kind / "1", train_step, f"{name} has 1099511627776 bytes, ")
     (tmp_path / "files" / "1" / "state" / "_strings.json").write_bytes(b"[" * 200)
     refused(tmp_path / "files" / "1", train_step, "_strings.json is 200 values deep, more than 100")
+
+
+def test_rows_that_a_description_claims_are_not_listed():
+    box = next(_chunks.cut((slice(0, 2**62), slice(0, 3)), (1, 3), 4, 12))
+    assert box == (slice(0, 1), slice(0, 3))
 
 
 @pytest.mark.parametrize("name", ["../../other", "/etc/other"])

@@ -41,8 +41,9 @@ def cut(box: Box, chunks: Sequence[int], itemsize: int, limit: int) -> Iterator[
         return
     (first, *others), row = box, math.prod(sizes[1:]) * itemsize
     rows = max(limit // row // chunks[0], 1) * chunks[0]
-    ends = [first.start, *range((first.start // rows + 1) * rows, first.stop, rows), first.stop]
-    for start, stop in itertools.pairwise(ends):
+    # One by one: a damaged description may claim any number of them.
+    within = range((first.start // rows + 1) * rows, first.stop, rows)
+    for start, stop in itertools.pairwise(itertools.chain([first.start], within, [first.stop])):
         for rest in cut(tuple(others), chunks[1:], (stop - start) * itemsize, limit):
             yield slice(start, stop), *rest
 
