@@ -13,7 +13,7 @@
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make exactness    every program of tests/zoo in every setting against one device; hours, goes on where it stopped
 #   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
-#   make golden       some 250 rows (step, options, mesh) beside what is stored; GOLDEN_ARGS=--update stores it
+#   make golden       some 300 rows (step, options, mesh) beside what is stored; GOLDEN_ARGS=--update stores it
 #   make golden-h200  20 of them compiled for H200s by the newest JAX; four minutes, less where few changed
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices

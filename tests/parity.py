@@ -26,7 +26,8 @@ def check(name, axes, shard_train_step, options=None):
     state = train_step.shard(new_state(name), *batches[0])
     outputs = []
     for batch in batches:
-        state, output = train_step(state, *batch)
+        found = train_step(state, *batch)
+        state, output = found if program.returns_metrics else (found, {})
         outputs.append(zoo.to_host(output))
     actual = zoo.Training(outputs, zoo.to_host(train_step.unshard(state)), [])
     # Only a step with collectives of its own sees into how many parts the batch is split.

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -96,7 +97,7 @@ def test_trains_as_on_one_device(case):
 OPTIMIZED = (
     "slice_of_rows_at_a_moving_place", "minibatch_from_a_table", "table_of_positions",
     "window_behind_the_largest_loss", "windows_under_vmap", "hardest_rows", "sorted_rows",
-    "median_of_the_losses", "own_microbatches", "discounted_returns", "moco_queue",
+    "median_of_the_losses", "own_microbatches", "discounted_returns", "state_space_model", "moco_queue",
     "moe_with_a_capacity",
 )  # fmt: skip
 
@@ -161,6 +162,30 @@ def with_other_rows(program: zoo.Program, batches: list[Any]) -> list[Any]:
         )
         for i, args in enumerate(batches)
     ]
+
+
+@pytest.mark.slow(but=7)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_state_and_inputs_keep_their_types_in_each_dtype(name):
+    program = zoo.get(name)
+    for dtype in program.exact_dtypes:
+        with jax.enable_x64(dtype == "float64"), zoo.configured(program):
+            state = jax.eval_shape(lambda dtype=dtype: program.init(dtype))
+            (args,) = program.batches(1, dtype)
+            found = jax.eval_shape(zoo.reference(program), state, *args)
+        new = found[0] if program.returns_metrics else found
+        assert jax.tree.map(type_of, new) == jax.tree.map(type_of, state)
+        assert all(is_on_the_host(leaf) for leaf in jax.tree.leaves(args))
+
+
+def type_of(leaf: Any) -> tuple[Any, ...]:
+    return leaf.shape, leaf.dtype
+
+
+def is_on_the_host(leaf: Any) -> bool:
+    """NumPy stands for the whole batch on every process; keys can only be JAX's."""
+    typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return not isinstance(leaf, jax.Array) or typed or leaf.shape == (2,)
 
 
 def test_every_item_has_a_program():

@@ -1,4 +1,4 @@
-"""The golden net: what jzero does with some 250 rows (a step, options, a mesh), as text that a person reads.
+"""The golden net: what jzero does with some 300 rows (a step, options, a mesh), as text that a person reads.
 
 `rows` lists them and `_record` writes the text of one; `_large` has those of large models, which are traced
 alone, or compiled for H200s. `_stored` keeps the texts in `stored/`, a file for each theme, and `_judge` says

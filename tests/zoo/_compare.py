@@ -32,7 +32,9 @@ _UPDATES_INSIDE = (
 _ROWS_INSIDE = r"accumulate > 1, and a (gather of the batch's rows|maximum) over .* inside a loop"
 NOT_IN_MICROBATCHES = {
     **dict.fromkeys(
-        ("several_updates_in_one_step", "armijo", "conjugate_gradients"), _UPDATES_INSIDE),
+        ("several_updates_in_one_step", "ppo_over_time_and_rows", "armijo",
+         "optax_backtracking_linesearch", "optax_lbfgs", "conjugate_gradients",
+         "fixed_point_of_the_batch"), _UPDATES_INSIDE),
     **dict.fromkeys(
         ("while_until_all_rows_converge", "cond_for_each_row", "drawn_from_many_distributions",
          "tied_loss_in_chunks_of_tokens"), _ROWS_INSIDE),
@@ -70,13 +72,17 @@ def train_on(program: Program, run: Callable[..., Any], batches: list[Any], dtyp
         calls: list[Any] = []
         for args in batches:
             with recorded(program, calls):
-                state, output = run(state, *args)
+                found = run(state, *args)
+                state, output = found if program.returns_metrics else (found, {})
                 outputs.append(to_host(output))
         return Training(outputs, to_host(getattr(run, "unshard", _same)(state)), calls)
 
 
 def train_alone(program: Program, batches: list[Any], dtype: Any, num_shards: int = 1) -> Training:
     """One device with the whole batch: what every training must equal."""
+    if program.alone is not None:
+        found = to_host(program.alone(batches))
+        return Training([outputs for _, outputs in found], found[-1][0], [])
     return train_on(program, reference(program, num_shards), batches, dtype)
 
 

@@ -43,6 +43,9 @@ class Program:
       config: settings of `jax.config` under which both trainings run.
       automatic: devices along a second mesh axis that is not a data axis and stays XLA's, 'model'.
       calls: where the step's effects leave what the host was given; None for a step without effects.
+      returns_metrics: False where the step returns the state alone.
+      alone: how a script trains on one device by itself, where its own step is no function of a state:
+        (state, outputs) after each of the given batches.
     """
 
     init: Callable[..., Any]
@@ -59,6 +62,8 @@ class Program:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     automatic: int = 1
     calls: list[Any] | None = None
+    returns_metrics: bool = True
+    alone: Callable[[list[tuple[Any, ...]]], list[Any]] | None = None
 
     def __post_init__(self) -> None:
         init, batches = _of_a_dtype(self.init, 0), _of_a_dtype(self.batches, 1)

@@ -290,6 +290,27 @@ def _in_microbatches(accumulate):
 
 
 register("coupled_loss_in_2_microbatches", functools.partial(_in_microbatches, 2))
+register("coupled_loss_in_4_microbatches", functools.partial(_in_microbatches, 4), is_slow=True)
+
+
+@program
+def linear_transpose():
+    """A hand-made adjoint of a linear map of rows."""
+
+    def step(state, x, label):
+        def blur(rows):
+            return 0.5 * rows + 0.25 * jnp.roll(rows, 1, axis=-1)
+
+        back = jax.linear_transpose(blur, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+        def loss_fn(params):
+            (spread,) = back(x)
+            return classified(mlp(params, spread + blur(x)), label)
+
+        return learn(state, loss_fn)
+
+    note = "Misleading: linear_transpose"
+    return Program(init=mlp_start, batches=labelled, step=step, covers="I2", note=note)
 
 
 @program

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ._parts import (
     CLASSES,
     FEATURES,
+    ROWS,
     WIDTH,
     cross_entropies,
     dense,
@@ -16,6 +18,7 @@ from ._parts import (
     learning,
     mlp,
     mlp_start,
+    normals,
     start,
     update,
 )
@@ -47,6 +50,45 @@ def cond_on_the_loss():
         return {**state, "average": average}, {"loss": loss, "worse": is_worse}
 
     return Program(init=init, batches=labelled, step=step, covers="A2 I2")
+
+
+@program
+def switch_on_a_count():
+    """The number of correct rows chooses among three updates."""
+
+    def step(state, x, label):
+        loss, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        num_correct = (mlp(state["params"], x).argmax(-1) == label).sum()
+
+        def scaled(factor):
+            return lambda g: jax.tree.map(lambda leaf: factor * leaf, g)
+
+        branches = [scaled(2.0), scaled(-1.0), scaled(0.5)]
+        grads = jax.lax.switch(num_correct % 3, branches, grads)
+        return update(state, grads), {"loss": loss, "correct": num_correct}
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
+
+
+@program
+def while_over_parameters():
+    """The batch decides how often the parameters are shrunk; the body does not see it."""
+
+    def step(state, x, label):
+        loss, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        target = 0.7 * optax.tree.norm(state["params"]) + 0.1 * loss
+
+        def too_long(carry):
+            return optax.tree.norm(carry[0]) > target
+
+        def shrink(carry):
+            params, count = carry
+            return jax.tree.map(lambda p: 0.93 * p, params), count + 1
+
+        params, count = jax.lax.while_loop(too_long, shrink, (state["params"], 0))
+        return update({**state, "params": params}, grads), {"loss": loss, "turns": count}
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
 
 
 @program
@@ -84,6 +126,23 @@ def while_until_all_rows_converge():
     return Program(init=init, batches=labelled, step=learning(loss), covers="A2 I2")
 
 
+@relative
+def cond_with_rows():
+    """A scalar of the batch chooses what happens to the rows, inside the gradient."""
+
+    def step(state, x, label):
+        is_wide = x.std() > 1.0
+
+        def loss_fn(params):
+            rows = jax.lax.cond(is_wide, lambda r: jnp.tanh(r), lambda r: 2.0 * r, x)
+            logits = jax.lax.cond(is_wide, mlp, lambda p, r: 0.5 * mlp(p, r), params, rows)
+            return cross_entropies(logits, label).mean(), {"wide": is_wide}
+
+        return learn(state, loss_fn)
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
+
+
 @program
 def cond_for_each_row():
     """A vmapped cond is a select; a vmapped while runs until its last row is done."""
@@ -113,6 +172,36 @@ def cond_for_each_row():
         return learn(state, loss_fn)
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
+
+
+@program
+def nested_scans():
+    """Layers in a scan, and within each a scan over time."""
+    length, num_layers = 5, 3
+
+    def init(dtype):
+        params = {
+            "inner": 0.5 * kernel(0, (num_layers, FEATURES, FEATURES), dtype),
+            "outer": kernel(1, (num_layers, FEATURES, FEATURES), dtype),
+        }
+        return start(params)
+
+    def loss(params, x):
+        def layer(sequence, weights):
+            def turn(hidden, token):
+                hidden = jnp.tanh(hidden @ weights["inner"] + token @ weights["outer"])
+                return hidden, hidden
+
+            first = jnp.zeros_like(sequence[:, 0])
+            _, out = jax.lax.scan(turn, first, sequence.swapaxes(0, 1))
+            return sequence + out.swapaxes(0, 1), out[-1].mean()
+
+        out, means = jax.lax.scan(layer, x[:, :-1], params)
+        errors = jnp.mean((out - x[:, 1:]) ** 2, axis=(1, 2))
+        return errors.mean(), {"errors": errors, "layer_means": means}
+
+    batches = normals((ROWS, length + 1, FEATURES))
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
 @program

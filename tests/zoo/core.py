@@ -23,9 +23,10 @@ from ._program import Program, relative
 # Steps of all kinds, one of each: those of this file, and others that train in float32, too.
 CORE = (
     "mlp", "transformer", "transformer_scan", "transformer_scan_remat", "tied_embeddings", "mixed_bf16",
-    "lstm", "moe_with_balance_loss", "maml_on_the_whole_batch", "inner_steps", "cond_on_gradients",
-    "while_in_update", "pmap_style", "pmap_style_local", "ctc", "gan", "sam", "gradient_penalty",
-    "batch_norm", "dropout_typed_key", "per_example_outputs", "nnx_mutating",
+    "lstm", "moe_with_balance_loss", "maml_on_the_whole_batch", "inner_steps", "microbatch_scan",
+    "cond_on_gradients", "while_in_update", "evaluate_after_update", "pmap_style", "pmap_style_local",
+    "ctc", "gan", "sam", "gradient_penalty", "batch_norm", "dropout_typed_key", "dropout_key_in_state",
+    "returns_only_state", "per_example_outputs", "nnx_mutating",
 )  # fmt: skip
 SEQ_LEN, VOCAB_SIZE = 8, 24
 AXIS = "batch"
@@ -267,6 +268,24 @@ def inner_steps():
 
 
 @relative
+def microbatch_scan():
+    """The user's own gradient accumulation, with zeros as the first carry."""
+    num = 2
+
+    def step(state, batch):
+        def accumulate(carry, microbatch):
+            return jax.tree.map(jnp.add, carry, loss_and_grads(state, microbatch)), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+        parts = jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), batch)
+        (loss, grads), _ = jax.lax.scan(accumulate, zeros, parts)
+        grads = jax.tree.map(lambda g: g / num, grads)
+        return state.apply_gradients(grads=grads), {"loss": loss / num}
+
+    return _classifier(step)
+
+
+@relative
 def cond_on_gradients():
     """The update is skipped where the gradient is large, as it is on the second batch."""
 
@@ -307,6 +326,29 @@ def while_in_update():
 
 
 @relative
+def evaluate_after_update():
+    """The new parameters are used again in the same step, after the update."""
+
+    def step(state, batch):
+        loss, grads = loss_and_grads(state, batch)
+        state = state.apply_gradients(grads=grads)
+        logits = state.apply_fn({"params": state.params}, batch["x"])
+        after = {"loss": cross_entropy(logits, batch["label"])}
+        return state, {"before": loss, "after": after, "right": accuracy(logits, batch["label"])}
+
+    return _classifier(step)
+
+
+# -- states and outputs ---------------------------------------------------------------------------------
+@relative
+def returns_only_state():
+    def step(state, batch):
+        return state.apply_gradients(grads=loss_and_grads(state, batch)[1])
+
+    return _classifier(step, returns_metrics=False)
+
+
+@relative
 def per_example_outputs():
     """Outputs with one row per example come back as those of the whole batch."""
 
@@ -320,6 +362,30 @@ def per_example_outputs():
         return state.apply_gradients(grads=grads), {"loss": loss, **rows}
 
     return _classifier(step)
+
+
+@relative
+def dropout_key_in_state():
+    """The key rests in the state, and every step splits it."""
+    model = MLP(dropout_rate=0.5)
+
+    def init():
+        params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)), train=False)["params"]
+        return {"params": params, "opt_state": adamw().init(params), "key": jax.random.key(3)}
+
+    def step(state, batch):
+        key, dropout_key = jax.random.split(state["key"])
+
+        def loss_fn(params):
+            logits = model.apply({"params": params}, batch["x"], rngs={"dropout": dropout_key})
+            return cross_entropy(logits, batch["label"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = adamw().update(grads, state["opt_state"], state["params"])
+        params = jax.tree.map(jnp.add, state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
+
+    return _classifier(step, init=init)
 
 
 class NnxNet(nnx.Module):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ._parts import (
     CLASSES,
     FEATURES,
+    ROWS,
     cross_entropies,
     labelled,
     learn,
@@ -17,6 +18,8 @@ from ._parts import (
     update,
 )
 from ._program import Program, program, relative
+
+GLOBAL_BATCH = ROWS
 
 
 @program
@@ -35,6 +38,17 @@ def counters_from_shapes():
         return learn(state, loss_fn, examples=examples, values=values)
 
     return Program(init=init, batches=labelled, step=step, covers="A5 I4")
+
+
+@program
+def sum_over_global_batch():
+    """The loss is a sum, divided by the number of rows that the author knows."""
+
+    def loss(params, x, label):
+        losses = cross_entropies(mlp(params, x), label)
+        return losses.sum() / GLOBAL_BATCH, {"total": losses.sum()}
+
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5")
 
 
 @program
@@ -61,19 +75,39 @@ def integer_metrics():
 
 
 @program
+def bits_of_the_batch():
+    """Reductions of integers and truth values: wrap-around sums, products, and, or, xor, bit counts."""
+
+    def loss(params, x, label):
+        logits = mlp(params, x)
+        hashed = label.astype(jnp.uint32) * jnp.uint32(2654435761)
+        right = logits.argmax(-1) == label
+        outputs = {
+            "hash": hashed.sum(dtype=jnp.uint32),
+            "xor": jnp.bitwise_xor.reduce(hashed),
+            "or": jnp.bitwise_or.reduce(label),
+            "and": jnp.bitwise_and.reduce(label | 8),
+            "all": (label < 9).all(),
+            "any": right.any(),
+            "bits": jax.lax.population_count(hashed).sum(),
+            "small": label.astype(jnp.int8).sum(dtype=jnp.int8),
+            "product": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
+            "packed": jnp.packbits(right),
+        }
+        return cross_entropies(logits, label).mean(), outputs
+
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A5 I4")
+
+
+@program
 def reductions_of_every_kind():
-    """Reductions of floats, integers and truth values over the batch."""
+    """Products, extremes, logsumexp, variances and norms of floats over the batch."""
 
     def loss(params, x, label):
         logits = mlp(params, x)
         losses = cross_entropies(logits, label)
         of_batch = {
             "product": jnp.prod(0.5 + 0.1 * losses),
-            "wrapped": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
-            "xor": jnp.bitwise_xor.reduce(label.astype(jnp.uint32) * jnp.uint32(2654435761)),
-            "or": jnp.bitwise_or.reduce(label),
-            "and": jnp.bitwise_and.reduce(label | 8),
-            "all": (label < 9).all(),
             "largest": losses.max(),
             "smallest": losses.min(),
             "per_class_largest": logits.max(0),
@@ -83,7 +117,7 @@ def reductions_of_every_kind():
             "ptp": jnp.ptp(losses),
             "geometric": jnp.exp(jnp.log(losses).mean()),
         }
-        loss = sum(jnp.mean(value) for value in of_batch.values() if value.dtype == losses.dtype)
+        loss = sum(jnp.mean(value) for value in of_batch.values())
         return loss + losses.mean(), of_batch
 
     return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A8 I2")

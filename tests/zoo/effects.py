@@ -44,6 +44,22 @@ def debug_print():
     return Program(init=mlp_start, batches=labelled, step=step, covers="I5", calls=[])
 
 
+@relative
+def debug_callback():
+    """Whole rows and scalars go to the host."""
+    calls, record = _recorder()
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return classified(mlp(params, x), label)
+
+        state, outputs = learn(state, loss_fn)
+        jax.debug.callback(record, outputs["loss"], outputs["losses"], label)
+        return state, outputs
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="I5 A2", calls=calls)
+
+
 @program
 def io_callback_in_order():
     """Two ordered calls in a step, the second with the parameters' norm after it."""
@@ -132,6 +148,25 @@ def pure_callback_on_the_batch():
         return learn(state, loss_fn)
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
+
+
+@program
+def pure_callback_on_a_scalar():
+    """The host turns the batch's loss into a step's length."""
+
+    def length(loss):
+        return np.asarray(np.tanh(loss), np.asarray(loss).dtype)
+
+    def step(state, x, label):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        scale = jax.pure_callback(length, jax.ShapeDtypeStruct((), x.dtype), value)
+        grads = jax.tree.map(lambda g: scale * g, grads)
+        return update(state, grads), {"loss": value, "scale": scale}
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="A2")
 
 
 @relative

@@ -32,7 +32,7 @@ from ._parts import (
     start,
     with_arguments,
 )
-from ._program import Program, program
+from ._program import Program, program, relative
 
 CHANNELS = 8
 IMAGE = (16, 6, 6, 3)  # rows, height, width, channels
@@ -142,6 +142,65 @@ def convolutions_of_every_kind():
 
 
 @program
+def per_example_gradients_of_a_convolution():
+    """vmap of grad: the rows become groups of one convolution."""
+
+    def init(dtype):
+        params = {
+            "conv": kernel(0, (3, 3, 3, CHANNELS), dtype),
+            "head": dense_params(1, CHANNELS, CLASSES, dtype),
+        }
+        return start(params)
+
+    def step(state, image, label):
+        def row_loss(params, one, target):
+            x = jnp.tanh(_conv(one[None], params["conv"])).mean((1, 2))
+            return cross_entropies(dense(params["head"], x)[0], target)
+
+        grad_fn = jax.vmap(jax.value_and_grad(row_loss), in_axes=(None, 0, 0))
+        losses, grads = grad_fn(state["params"], image, label)
+        norms = jax.vmap(optax.tree.norm)(grads)
+        scale = jnp.minimum(1.0, 0.7 / norms)
+        grads = jax.tree.map(lambda g: jnp.tensordot(scale, g, axes=1) / len(norms), grads)
+        updates, opt = SGD.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"losses": losses, "norms": norms}
+
+    return Program(init=init, batches=_images, step=step, covers="A1 I2")
+
+
+@relative
+def normalisations():
+    """Layer, group, instance and weight norms, and one over batch and channels."""
+
+    def init(dtype):
+        params = {
+            "stem": kernel(0, (3, 3, 3, CHANNELS), dtype),
+            "gain": 1 + normal(1, (4, CHANNELS), dtype, 0.1),
+            "head": dense_params(2, CHANNELS, CLASSES, dtype),
+        }
+        return start(params)
+
+    def normed(x, dims):
+        return (x - x.mean(dims, keepdims=True)) / jnp.sqrt(x.var(dims, keepdims=True) + 1e-2)
+
+    def loss(params, image, label):
+        w = params["stem"]
+        w = w / jnp.sqrt((w**2).sum((0, 1, 2), keepdims=True) + 1e-3)
+        gains = [gain[None, None, None] for gain in params["gain"]]
+        x = _conv(image, w)
+        x = jnp.tanh(normed(x, -1) * gains[0])
+        b, h, width, c = x.shape
+        grouped = normed(x.reshape(b, h, width, 4, c // 4), (1, 2, 4))
+        x = jnp.tanh(grouped.reshape(x.shape) * gains[1])
+        x = jnp.tanh(normed(x, (1, 2)) * gains[2] + x)
+        x = jnp.tanh(normed(x, (0, 3)) * gains[3] + x)
+        return classified(dense(params["head"], x.mean((1, 2))), label)
+
+    return Program(init=init, batches=_images, step=learning(loss), covers="I2 A8")
+
+
+@program
 def lstm():
     """Gates from one kernel, a scan over time, sequences of different lengths."""
     hidden, length = 8, 5
@@ -178,6 +237,37 @@ def lstm():
             for _ in range(num_steps)
         ]
 
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2")
+
+
+@program
+def state_space_model():
+    """A diagonal recurrence by associative_scan over time, after a cumulative gate."""
+    length = 8
+
+    def init(dtype):
+        params = {
+            "decay": normal(0, (WIDTH,), dtype),
+            "in": dense_params(1, FEATURES, WIDTH, dtype),
+            "gate": dense_params(3, FEATURES, WIDTH, dtype),
+            "out": dense_params(5, WIDTH, FEATURES, dtype),
+        }
+        return start(params)
+
+    def loss(params, x):
+        rows = x[:, :-1]
+        keep = jax.nn.sigmoid(dense(params["gate"], rows) + params["decay"][None, None])
+        values = (1 - keep) * dense(params["in"], rows)
+
+        def combine(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        _, h = jax.lax.associative_scan(combine, (keep, values), axis=1)
+        made = dense(params["out"], jnp.tanh(h + 0.1 * jnp.cumsum(values, axis=1)))
+        errors = ((made - x[:, 1:]) ** 2).mean((1, 2))
+        return errors.mean(), {"errors": errors, "last": h[:, -1, 0]}
+
+    batches = normals((ROWS, length, FEATURES))
     return Program(init=init, batches=batches, step=learning(loss), covers="I2")
 
 
@@ -226,6 +316,33 @@ def gan():
 
 def _is_list(tree):
     return isinstance(tree, list)
+
+
+@program
+def vae():
+    """Sums over features and rows, noise from a key, a few reconstructions as outputs."""
+    latent = 4
+
+    def init(dtype):
+        params = {
+            "encoder": mlp_params(dtype, (FEATURES, WIDTH, 2 * latent)),
+            "decoder": mlp_params(dtype, (latent, WIDTH, FEATURES), seed=40),
+        }
+        return start(params, optax.sgd(1e-2))
+
+    def loss(params, x, key):
+        mean, log_var = jnp.split(mlp(params["encoder"], x), 2, axis=-1)
+        noise = jax.random.normal(key, mean.shape, mean.dtype)
+        made = mlp(params["decoder"], mean + jnp.exp(log_var / 2) * noise)
+        error = ((made - x) ** 2).sum()
+        kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum()
+        per_latent = (mean.var(0) > 0.01).sum()
+        return (error + kl) / x.shape[0], {"recon": made[:3], "kl": kl, "active": per_latent}
+
+    batches = with_arguments(normals((ROWS, FEATURES)), lambda i, _: (jax.random.key(i),))
+    return Program(
+        init=init, batches=batches, step=learning(loss, optax.sgd(0.01)), covers="A7 A5 I3"
+    )
 
 
 @program
@@ -338,6 +455,60 @@ def ppo():
     return Program(init=init, batches=batches, step=step, covers="A8 I4 I3")
 
 
+@relative
+def ppo_over_time_and_rows():
+    """Advantages by a scan over time, then [time, rows] merged and cut into minibatches."""
+    length = 6
+
+    def step(state, x, reward, key):
+        values = mlp(state["params"], x)[..., 0]
+
+        def turn(after, now):
+            value, following, got = now
+            after = got + 0.9 * following - value + 0.8 * after
+            return after, after
+
+        following = jnp.concatenate([values[1:], jnp.zeros_like(values[:1])])
+        first = jnp.zeros(x.shape[1], x.dtype)
+        _, gae = jax.lax.scan(turn, first, (values, following, reward), reverse=True)
+        targets = gae + values
+        gae = (gae - gae.mean()) / (gae.std() + 1e-2)
+        order = jax.random.permutation(key, length * x.shape[1])
+        merged = [a.reshape(-1, *a.shape[2:])[order] for a in (x, targets, gae)]
+        parts = [a.reshape(3, -1, *a.shape[1:]) for a in merged]
+
+        def minibatch(state, rows):
+            rows, target, weight = rows
+
+            def loss_fn(params):
+                errors = (mlp(params, rows)[:, 0] - target) ** 2
+                return (jax.nn.softplus(weight) * errors).mean(), {}
+
+            return learn(state, loss_fn)
+
+        state, outputs = jax.lax.scan(minibatch, state, parts)
+        return state, {**outputs, "gae": gae}
+
+    def batches(num_steps, dtype):
+        rng = np.random.default_rng(14)
+        return [
+            (
+                rng.normal(size=(length, ROWS, FEATURES)).astype(dtype),
+                rng.normal(size=(length, ROWS)).astype(dtype),
+                jax.random.key(i),
+            )
+            for i in range(num_steps)
+        ]
+
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, 1),
+        batches=batches,
+        step=step,
+        covers="A8 A4 I4",
+        row_dims={"x": 1, "reward": 1},
+    )
+
+
 def _graphs(num_steps, dtype):
     """16 graphs of different sizes, packed: 64 nodes and 96 edges, the last ones padding."""
     rng = np.random.default_rng(15)
@@ -406,6 +577,59 @@ def graphs():
         return learn(state, loss_fn)
 
     return Program(init=init, batches=_graphs, step=step, covers="I4 I2 A8")
+
+
+@program
+def fourier_layers():
+    """FFTs over positions and features, and one over the batch itself."""
+    length = 8
+
+    def init(dtype):
+        params = {
+            "real": normal(0, (5, FEATURES), dtype),
+            "imaginary": normal(1, (5, FEATURES), dtype),
+            "head": dense_params(2, FEATURES, CLASSES, dtype),
+        }
+        return start(params)
+
+    def loss(params, x, label):
+        spectrum = jnp.fft.rfft(x, axis=1)
+        weights = jax.lax.complex(params["real"], params["imaginary"])
+        filtered = jnp.fft.irfft(spectrum * weights[None], n=length, axis=1)
+        mixed = jnp.fft.fft2(filtered, axes=(1, 2)).real / length
+        logits = dense(params["head"], jnp.tanh(mixed).mean(1))
+        along = jnp.abs(jnp.fft.rfft(logits.mean(-1)))
+        losses = cross_entropies(logits, label)
+        loss = losses.mean() + 0.01 * (along**2).mean()
+        return loss, {"along": along, "losses": losses, "mean": spectrum.mean((0, 1))}
+
+    batches = normals((ROWS, length, FEATURES), seed=16, labels=ROWS)
+
+    return Program(init=init, batches=batches, step=learning(loss), covers="I2 B5")
+
+
+@program
+def sorts_over_features():
+    """Top-k, sorts, cumulative sums, gathers and arg-reductions over dims that are no batch."""
+
+    def loss(params, x, label):
+        z = mlp(params, x)
+        top, at = jax.lax.top_k(z, 4)
+        ordered = jnp.sort(z, axis=-1)
+        order = jnp.argsort(z, axis=-1)
+        sums = jnp.cumsum(ordered, axis=-1)
+        picked = jnp.take_along_axis(z, order[:, ::3], axis=-1)
+        hot = jax.nn.one_hot(at[:, 0], WIDTH, dtype=z.dtype)
+        halves = z.reshape(-1, 2, WIDTH // 2).max(1)
+        maxout = jnp.median(z, axis=-1) + jnp.quantile(z, 0.3, axis=-1)
+        pieces = [top.mean(-1), sums.mean(-1) / WIDTH, picked.std(-1), halves.mean(-1), maxout]
+        loss = sum((p**2).mean() for p in pieces) + (hot * z).sum(-1).mean()
+        loss += cross_entropies(z, label).mean()
+        return loss, {"at": at, "order": order, "best": z.argmax(-1), "worst": z.argmin(-1)}
+
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=labelled, step=learning(loss), covers="I2"
+    )
 
 
 @program
@@ -503,6 +727,48 @@ def quantised_products():
         return losses.mean(), {"losses": losses, "whole": whole, "sum": whole.sum()}
 
     return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="I2")
+
+
+@program
+def float8_products():
+    """Operands in two formats of float8, scaled by the batch's own maxima, summed in float32."""
+
+    def step(state, x, label):
+        def narrow(v, dtype, dims):
+            limit = float(jnp.finfo(dtype).max)
+            scale = jnp.maximum(jnp.abs(v).max(dims, keepdims=True), 1e-3) / limit
+            return (v / scale).astype(dtype), scale
+
+        @jax.custom_vjp
+        def product(rows, w):
+            (a, a_scale), (b, b_scale) = (narrow(v, jnp.float8_e4m3fn, None) for v in (rows, w))
+            out = jax.lax.dot_general(
+                a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            return out.astype(rows.dtype) * a_scale * b_scale
+
+        def backward(saved, g):
+            rows, w = saved
+            g8, scale = narrow(g, jnp.float8_e5m2, None)
+            g = g8.astype(g.dtype) * scale
+            return g @ w.T, rows.T @ g
+
+        product.defvjp(lambda rows, w: (product(rows, w), (rows, w)), backward)
+
+        def loss_fn(params):
+            h = jnp.tanh(product(x, params[0]["kernel"]))
+            return classified(dense(params[1], h), label)
+
+        return learn(state, loss_fn)
+
+    return Program(
+        init=mlp_start,
+        batches=labelled,
+        step=step,
+        covers="I2 A9",
+        exact_dtypes=("float32",),
+        note="products in float8, summed in float32",
+    )
 
 
 @program
@@ -619,3 +885,57 @@ def sparse_arrays_made_in_the_step():
     return Program(
         init=init, batches=partial(sparse_rows, sizes, num), step=learning(loss), covers="I2 A5"
     )  # fmt: skip
+
+
+@relative
+def bfloat16_compute():
+    """bf16 parameters and activations from float32 masters; losses in float32."""
+
+    def step(state, x, label):
+        def loss_fn(params):
+            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            logits = mlp(narrow, x.astype(jnp.bfloat16)).astype(jnp.float32)
+            losses = cross_entropies(logits, label)
+            return losses.mean(), {"correct": (logits.argmax(-1) == label).sum()}
+
+        state, outputs = learn(state, loss_fn)
+        return state, {**outputs, "loss": outputs["loss"].astype(jnp.bfloat16)}
+
+    return Program(
+        init=mlp_start,
+        batches=labelled,
+        step=step,
+        covers="I2",
+        exact_dtypes=("float32",),
+        rounded_to="bfloat16",
+        note="gradients are summed over rows in bfloat16",
+    )
+
+
+@program
+def selects_and_windows():
+    """select, clamp, pads, reduce windows with maxima and their scatters, cumulative maxima, gathers."""
+
+    def loss(params, x, at):
+        z = mlp(params, x)
+        clamped = jax.lax.clamp(jnp.asarray(-0.5, z.dtype), z, jnp.asarray(0.7, z.dtype))
+        pooled = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 4), (1, 2), "SAME")
+        chosen = jax.lax.select(z > 0.1, z, 0.2 * z)
+        padded = jax.lax.pad(z, jnp.asarray(0.5, z.dtype), ((0, 0, 0), (2, -1, 1)))
+        part = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 5))(z, at)
+        written = jax.vmap(lambda row, p, i: jax.lax.dynamic_update_slice(row, p, (i,)))(
+            z, 2 * part, at
+        )
+        rising = jax.lax.cummax(z, axis=1)
+        cases = jnp.select([z > 1, z < -1], [z**2, -z], 0.5 * z)
+        pieces = [clamped, pooled, chosen, padded, part, written, rising, cases]
+        losses = sum((p**2).mean(-1) for p in pieces)
+        return losses.mean(), {"losses": losses, "part": part}
+
+    def places(i, dtype):
+        return (np.random.default_rng(70 + i).integers(0, 12, ROWS).astype(np.int32),)
+
+    batches = with_arguments(normals((ROWS, FEATURES)), places)
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, WIDTH), batches=batches, step=learning(loss), covers="I2"
+    )

@@ -9,12 +9,17 @@ import optax
 
 from ._parts import (
     FEATURES,
+    ROWS,
     cross_entropies,
+    dense,
+    dense_params,
     labelled,
     learning,
     mlp,
     mlp_of,
     mlp_start,
+    normals,
+    start,
     update,
     with_arguments,
 )
@@ -62,6 +67,19 @@ def _by_map(params, x, label, batch_size=None):
     return losses, _summed(grads), was_cut
 
 
+def _by_chunks(params, x, label):
+    """A scan over chunks of rows, and within each one a vmap: what fits into memory."""
+
+    def body(total, chunk):
+        losses, grads, was_cut = _by_vmap(params, *chunk)
+        return jax.tree.map(jnp.add, total, grads), (losses, was_cut)
+
+    chunks = x.reshape(4, -1, x.shape[-1]), label.reshape(4, -1)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, (losses, was_cut) = jax.lax.scan(body, zeros, chunks)
+    return losses.reshape(-1), total, was_cut.reshape(-1)
+
+
 def _dp_sgd(private_gradients):
     def step(state, x, label, key):
         losses, total, was_cut = private_gradients(state["params"], x, label)
@@ -88,8 +106,9 @@ for _name, _gradients in {
     "dp_sgd_by_scan": _by_scan,
     "dp_sgd_by_map": _by_map,
     "dp_sgd_by_map_in_batches": functools.partial(_by_map, batch_size=5),
+    "dp_sgd_by_chunks": _by_chunks,
 }.items():
-    register(_name, functools.partial(_dp_sgd, _gradients))
+    register(_name, functools.partial(_dp_sgd, _gradients), is_slow=_name == "dp_sgd_by_chunks")
 
 
 def _tasks(num_steps, dtype):
@@ -128,6 +147,10 @@ def _maml_by_vmap(params, support, query):
     return jax.vmap(_query_loss, in_axes=(None, 0, 0))(params, support, query)
 
 
+def _maml_by_map(params, support, query):
+    return jax.lax.map(lambda rows: _query_loss(params, *rows), (support, query))
+
+
 def _maml_by_scan(params, support, query):
     def body(total, rows):
         loss = _query_loss(params, *rows)
@@ -155,9 +178,43 @@ def _maml(task_losses):
 
 for _name, _losses in {
     "maml_by_vmap": _maml_by_vmap,
+    "maml_by_map": _maml_by_map,
     "maml_by_scan": _maml_by_scan,
 }.items():
     register(_name, functools.partial(_maml, _losses))
+
+
+@program
+def ttt_layer():
+    """Test-time training: a hidden state that is a model, with gradients of its own along the sequence."""
+    width, length = 6, 7
+
+    def init(dtype):
+        names = ("key", "value", "query")
+        params = {
+            name: dense_params(20 * i, FEATURES, width, dtype) for i, name in enumerate(names)
+        }
+        return start({**params, "out": dense_params(90, width, FEATURES, dtype)})
+
+    def layer(params, sequence):
+        def inner_loss(fast, k, v):
+            return jnp.sum((jnp.tanh(k @ fast) - v) ** 2)
+
+        def body(fast, token):
+            k, v, q = (dense(params[name], token) for name in ("key", "value", "query"))
+            fast = fast - 0.1 * jax.grad(inner_loss)(fast, k, v)
+            return fast, jnp.tanh(q @ fast)
+
+        fast = jnp.eye(width, dtype=sequence.dtype)
+        return dense(params["out"], jax.lax.scan(body, fast, sequence)[1])
+
+    def loss(params, sequences):
+        predicted = jax.vmap(layer, in_axes=(None, 0))(params, sequences[:, :-1])
+        errors = jnp.mean((predicted - sequences[:, 1:]) ** 2, axis=(1, 2))
+        return errors.mean(), {"errors": errors}
+
+    batches = normals((ROWS, length, FEATURES))
+    return Program(init=init, batches=batches, step=learning(loss), covers="A1 I2")
 
 
 @program

@@ -3,13 +3,18 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from ._parts import (
     CLASSES,
     FEATURES,
     ROWS,
     WIDTH,
+    adamw,
     cross_entropies,
+    dense,
+    dense_params,
     labelled,
     learn,
     learning,
@@ -19,6 +24,7 @@ from ._parts import (
     normal,
     normals,
     start,
+    with_arguments,
 )
 from ._program import Program, program
 
@@ -43,6 +49,44 @@ def rmse():
         return jnp.sqrt(errors.mean()), {"errors": errors}
 
     return Program(init=_regressor, batches=REGRESSION, step=learning(loss), covers="A8")
+
+
+def _masks(i, dtype):
+    # Lengths differ widely between the parts of the batch that devices would get.
+    lengths = np.random.default_rng(20 + i).integers(1, 7, ROWS)
+    lengths[-4:] = 0 if i == 1 else 1
+    return (np.arange(6)[None] < lengths[:, None],)
+
+
+@program
+def masked_mean():
+    """Tokens of rows with different lengths: the sum over the count of all of them."""
+
+    def loss(params, x, mask):
+        errors = (mlp(params, x).mean(-1) - 1.0) ** 2
+        count = mask.sum()
+        loss = jnp.sum(errors * mask) / count
+        return loss, {"tokens": count, "errors": jnp.where(mask, errors, 0)}
+
+    batches = with_arguments(normals((ROWS, 6, FEATURES)), _masks)
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8 A5")
+
+
+@program
+def weighted_sum_over_sum_of_weights():
+    """Weights come with the rows, and some devices' parts would hold only zeros."""
+
+    def weights(i, dtype):
+        w = np.random.default_rng(40 + i).uniform(size=ROWS)
+        w[8:12] = 0
+        return (w.astype(dtype),)
+
+    def loss(params, x, label, weight):
+        losses = cross_entropies(mlp(params, x), label)
+        return (losses * weight).sum() / weight.sum(), {"weight": weight.sum()}
+
+    batches = with_arguments(labelled, weights)
+    return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8")
 
 
 def _two_towers(dtype, image=FEATURES, text=12, width=WIDTH):
@@ -100,6 +144,53 @@ def simclr():
 
     batches = normals((ROWS, FEATURES), (ROWS, FEATURES))
     return Program(init=mlp_start, batches=batches, step=learning(loss), covers="A8 I2")
+
+
+@program
+def loss_weights_from_a_vector_of_losses():
+    """Tasks are weighted by how their losses stand to each other and to the last step's."""
+    num_tasks = 3
+
+    def init(dtype):
+        params = {
+            "trunk": dense_params(0, FEATURES, WIDTH, dtype),
+            "heads": normal(2, (num_tasks, WIDTH, 1), dtype, 0.3),
+        }
+        return start(params, adamw(), last=jnp.ones(num_tasks, dtype))
+
+    def step(state, x, targets):
+        def losses_of(params):
+            h = jnp.tanh(dense(params["trunk"], x))
+            predicted = jnp.einsum("bw,twk->bt", h, params["heads"])
+            return ((predicted - targets) ** 2).mean(0)
+
+        losses = losses_of(state["params"])
+        weights = num_tasks * jax.nn.softmax(losses / state["last"])
+        grads = jax.grad(lambda params: (weights * losses_of(params)).sum())(state["params"])
+        updates, opt = adamw().update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "last": losses}, {"weights": weights}
+
+    batches = normals((ROWS, FEATURES), (ROWS, num_tasks))
+    return Program(init=init, batches=batches, step=step, covers="A3")
+
+
+@program
+def groups_of_rows():
+    """Norms within groups of four rows, by vmap over a reshaped batch."""
+
+    def loss(params, x, label):
+        def normalised(rows):
+            centred = rows - rows.mean(0, keepdims=True)
+            return centred / (rows.std(0, keepdims=True) + 1e-2)
+
+        h = jnp.tanh(dense(params[0], x))
+        h = jax.vmap(normalised)(h.reshape(-1, 4, WIDTH)).reshape(h.shape)
+        losses = cross_entropies(dense(params[1], h), label)
+        best_of_group = losses.reshape(-1, 4).min(1)
+        return losses.mean() + best_of_group.mean(), {"best": best_of_group}
+
+    return Program(init=mlp_start, batches=labelled, step=learning(loss), covers="A8 I2")
 
 
 @program

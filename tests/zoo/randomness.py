@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ._parts import (
     CLASSES,
@@ -17,6 +18,7 @@ from ._parts import (
     learn,
     mlp,
     mlp_start,
+    update,
     with_arguments,
 )
 from ._program import Program, program, register, relative
@@ -51,10 +53,12 @@ for _name, _key_of_step, _config in [
     ("dropout_typed_key", jax.random.key, None),
     ("dropout_raw_key", jax.random.PRNGKey, None),
     ("dropout_rbg_key", functools.partial(jax.random.key, impl="rbg"), None),
+    ("dropout_unsafe_rbg_key", functools.partial(jax.random.key, impl="unsafe_rbg"), None),
     # Bits of a part of the rows cannot be computed alone: the whole must be.
     ("dropout_threefry_in_order", jax.random.key, {"jax_threefry_partitionable": False}),
 ]:
-    register(_name, functools.partial(_dropout, _key_of_step, _config))
+    _is_slow = _name == "dropout_unsafe_rbg_key"
+    register(_name, functools.partial(_dropout, _key_of_step, _config), is_slow=_is_slow)
 
 
 @program
@@ -144,6 +148,49 @@ def rng_bit_generator():
         return state, {**outputs, "bits": bits}
 
     return Program(init=init, batches=labelled, step=step, covers="A2 I3")
+
+
+@program
+def gradient_noise():
+    """Langevin dynamics: noise on the gradient from a key argument, as large as the author says."""
+
+    def step(state, x, label, key):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        noise = [
+            0.1 * jax.random.normal(k, leaf.shape, leaf.dtype)
+            for k, leaf in zip(keys, leaves, strict=True)
+        ]
+        grads = jax.tree.map(jnp.add, grads, jax.tree.unflatten(structure, noise))
+        outputs = {"loss": value, "noise": noise[0], "size": optax.tree.norm(noise)}
+        return update(state, grads), outputs
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Program(init=mlp_start, batches=batches, step=step, covers="A3 I3")
+
+
+@program
+def returned_key():
+    """The step hands back the next key, among its outputs and in its state."""
+
+    def init(dtype):
+        return {**mlp_start(dtype), "last": jax.random.key(0)}
+
+    def step(state, x, label, key):
+        following, mask_key = jax.random.split(key)
+        kept = _mask(mask_key, x.shape[0])
+        state, outputs = learn(
+            state, lambda params: _with_mask(params, x, label, kept), last=following
+        )
+        keys = jax.random.split(following, x.shape[0])
+        return state, {**outputs, "key": following, "keys": keys}
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Program(init=init, batches=batches, step=step, covers="I3", note="Misleading: a key")
 
 
 @relative

@@ -1,5 +1,7 @@
 """Optimizers that look at losses, search, solve and decide: with the whole batch's numbers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,15 @@ from ._parts import (
     ROWS,
     SGD,
     WIDTH,
+    adamw,
     cross_entropies,
+    dense,
     kernel,
     labelled,
     learn,
     learning,
     mlp,
+    mlp_of,
     mlp_params,
     mlp_start,
     normals,
@@ -99,6 +104,65 @@ def armijo():
     return Program(init=mlp_start, batches=labelled, step=step, covers="A3 A2")
 
 
+def _line_search(tx):
+
+    def step(state, x, label):
+        def value_fn(params):
+            return _loss(params, x, label)
+
+        value, grads = optax.value_and_grad_from_state(value_fn)(
+            state["params"], state=state["opt"]
+        )
+        updates, opt = tx.update(
+            grads, state["opt"], state["params"], value=value, grad=grads, value_fn=value_fn
+        )
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"loss": value}
+
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
+
+
+@program
+def optax_backtracking_linesearch():
+    """optax's Armijo search, which calls the loss from inside the optimizer."""
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8, store_grad=True)
+    found = _line_search(optax.chain(optax.sgd(8.0), search))
+    return found
+
+
+@relative
+def optax_lbfgs():
+    """Memory of past steps and a zoom line search."""
+    search = optax.scale_by_zoom_linesearch(max_linesearch_steps=6)
+    return _line_search(optax.lbfgs(memory_size=3, linesearch=search))
+
+
+@program
+def mezo_with_adam():
+    """Two losses and no gradient: their difference times noise from a key, into Adam."""
+    tx = adamw()
+
+    def step(state, x, label, key):
+        leaves, structure = jax.tree.flatten(state["params"])
+        keys = jax.random.split(key, len(leaves))
+        noise = jax.tree.unflatten(
+            structure,
+            [
+                jax.random.normal(k, leaf.shape, leaf.dtype)
+                for k, leaf in zip(keys, leaves, strict=True)
+            ],
+        )
+        length = 0.1
+        above = _loss(_moved(state["params"], noise, length), x, label)
+        below = _loss(_moved(state["params"], noise, -length), x, label)
+        slope = (above - below) / (2 * length)
+        grads = jax.tree.map(lambda z: slope * z, noise)
+        return update(state, grads, tx), {"above": above, "below": below}
+
+    batches = with_arguments(labelled, _with_keys)
+    return Program(init=mlp_of(tx=tx), batches=batches, step=step, covers="A3 I3")
+
+
 @program
 def sam():
     """The gradient is taken where the whole batch's first gradient leads."""
@@ -109,6 +173,84 @@ def sam():
         return update(state, jax.grad(_loss)(moved, x, label)), {"loss": value}
 
     return Program(init=mlp_start, batches=labelled, step=step, covers="A1 A3")
+
+
+@program
+def sophia_g():
+    """A Hessian diagonal from gradients of sampled labels, squared and times the number of rows."""
+
+    def init(dtype):
+        zeros = jax.tree.map(jnp.zeros_like, mlp_params(dtype))
+        return {**mlp_start(dtype), "momentum": zeros, "hessian": zeros}
+
+    def step(state, x, label, key):
+        params = state["params"]
+        value, grads = jax.value_and_grad(_loss)(params, x, label)
+        sampled = jax.random.categorical(key, mlp(params, x))
+        guess = jax.grad(_loss)(params, x, sampled)
+        hessian = jax.tree.map(
+            lambda h, g: 0.5 * h + 0.5 * g**2 * x.shape[0], state["hessian"], guess
+        )
+        momentum = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, state["momentum"], grads)
+        ratio = jax.tree.map(lambda m, h: jnp.clip(m / (h + 1e-2), -1, 1), momentum, hessian)
+        clipped = sum(jnp.sum(jnp.abs(r) == 1) for r in jax.tree.leaves(ratio))
+        params = _moved(params, ratio, -0.05)
+        state = {**state, "params": params, "momentum": momentum, "hessian": hessian}
+        return state, {"loss": value, "sampled": sampled, "clipped": clipped}
+
+    batches = with_arguments(labelled, _with_keys)
+    return Program(init=init, batches=batches, step=step, covers="A5 I3")
+
+
+@program
+def polyak_step_size():
+    """The loss over the squared norm of its gradient."""
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        length = jnp.minimum(0.1 * value / (optax.tree.norm(grads) ** 2 + 1e-3), 1.0)
+        params = _moved(state["params"], grads, -length)
+        return {**state, "params": params}, {"loss": value, "length": length}
+
+    return Program(init=mlp_start, batches=labelled, step=step, covers="A3 A8")
+
+
+@program
+def reduce_on_plateau():
+    """optax's: a counter in the state follows whether the loss still falls."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, atol=10.0)
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), plateau)
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        updates, opt = tx.update(grads, state["opt"], state["params"], value=value)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"loss": value}
+
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
+
+
+@program
+def schedules_and_clipping():
+    """A chain: global norm, adaptive clipping, a warmup and cosine schedule, decay of kernels only."""
+    schedule = optax.warmup_cosine_decay_schedule(1e-3, 3e-2, 2, 10)
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adaptive_grad_clip(0.2),
+        adamw(schedule, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
+    )
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return _loss(params, x, label), {}
+
+        state, outputs = learn(state, loss_fn, tx)
+        count = optax.tree.get(
+            state["opt"], "count", filtering=lambda path, _: "Schedule" in str(path[-1])
+        )
+        return state, {**outputs, "rate": schedule(count)}
+
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=step, covers="A3")
 
 
 @program
@@ -211,6 +353,59 @@ def conjugate_gradients():
 
 
 @program
+def custom_linear_solve():
+    """Ridge regression on learned features, solved inside the loss and differentiated through."""
+
+    def loss(params, x, y, x_new, y_new):
+        features = jnp.tanh(mlp(params, x))
+        gram = features.T @ features / x.shape[0] + 0.1 * jnp.eye(6, dtype=x.dtype)
+
+        def matvec(w):
+            return gram @ w
+
+        def solve(_, right):
+            return jnp.linalg.solve(gram, right)
+
+        right = features.T @ y / x.shape[0]
+        head = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
+        errors = (jnp.tanh(mlp(params, x_new)) @ head - y_new) ** 2
+        return errors.mean(), {"head": head, "errors": errors}
+
+    batches = normals((ROWS, FEATURES), (ROWS,), (16, FEATURES), (16,))
+    return Program(
+        init=mlp_of(FEATURES, WIDTH, 6), batches=batches, step=learning(loss), covers="B2 A8"
+    )
+
+
+@relative
+def fixed_point_of_the_batch():
+    """Responsibilities of a mixture (EM): a fixed number of turns over all rows, then a gradient."""
+
+    def init(dtype):
+        params = mlp_params(dtype, (FEATURES, WIDTH, 4))
+        return start(params, centres=mlp_params(dtype, (3, 4))[0]["kernel"])
+
+    def step(state, x):
+        z = mlp(state["params"], x)
+
+        def turn(_, centres):
+            distances = ((z[:, None] - centres[None]) ** 2).sum(-1)
+            shares = jax.nn.softmax(-distances)
+            return shares.T @ z / (shares.sum(0)[:, None] + 1e-3)
+
+        centres = jax.lax.fori_loop(0, 4, turn, state["centres"])
+
+        def loss_fn(params):
+            distances = ((mlp(params, x)[:, None] - centres[None]) ** 2).sum(-1)
+            loss = -jax.nn.logsumexp(-distances, axis=-1).mean()
+            return loss + jnp.exp(-((mlp(params, x)) ** 2).mean()), {"centres": centres}
+
+        return learn(state, loss_fn, centres=centres)
+
+    return Program(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A6 A8")
+
+
+@program
 def td3_in_microbatches():
     """Twin critics, a delayed actor, clipped noise from a key, two microbatches."""
 
@@ -276,9 +471,19 @@ def td3_in_microbatches():
     )
 
 
-@program
-def bf16_moments_on_the_host():
-    """The host's kernels round after every operation; XLA may round less often."""
+@relative
+def matrix_preconditioners():
+    """Muon and Shampoo-like factors read whole gradients: they must be those of all rows."""
+    tx = optax.contrib.muon(0.02)
+
+    def loss(params, x, label):
+        logits = dense(params[1], jnp.tanh(dense(params[0], x)))
+        return cross_entropies(logits, label).mean(), {"guesses": logits.argmax(-1)}
+
+    return Program(init=mlp_of(tx=tx), batches=labelled, step=learning(loss, tx), covers="A1")
+
+
+def _bf16_moments(options, covers):
     import jzero
 
     tx = jzero.master_weights(optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16))
@@ -295,12 +500,26 @@ def bf16_moments_on_the_host():
         init=init,
         batches=labelled,
         step=learning(loss, tx),
-        covers="A10",
-        options={"offload": jzero.HostCPU()},
+        covers=covers,
+        options=options,
         exact_dtypes=("float32",),
-        rounded_to="bfloat16",
-        note="bf16 parameters and moments, float32 masters: equal to one rounding",
+        note="bf16 parameters and moments, float32 masters",
     )
+
+
+@relative
+def bf16_moments():
+    """Parameters, and so gradients and their sums over the batch, in bfloat16 too."""
+    return dataclasses.replace(_bf16_moments({}, "A10"), rounded_to="bfloat16")
+
+
+@program
+def bf16_moments_on_the_host():
+    """The host's kernels round after every operation; XLA may round less often."""
+    import jzero
+
+    family = _bf16_moments({"offload": jzero.HostCPU()}, "A10")
+    return dataclasses.replace(family, rounded_to="bfloat16", note="equal to one rounding")
 
 
 @relative

@@ -97,8 +97,8 @@ def _loss(params, x, tokens):
     return losses.mean(), {"losses": losses.mean(-1), "correct": correct}
 
 
-def _scanned(layer=_layer, policy=None):
-    body = jax.checkpoint(layer, policy=policy)
+def _scanned(layer=_layer, policy=None, remat=True):
+    body = jax.checkpoint(layer, policy=policy) if remat else layer
 
     def forward(params, tokens):
         x = _embedded(params, tokens)
@@ -108,11 +108,13 @@ def _scanned(layer=_layer, policy=None):
     return forward
 
 
-def _unrolled(layer=_layer):
+def _unrolled(layer=_layer, remat=False):
+    body = jax.checkpoint(layer) if remat else layer
+
     def forward(params, tokens):
         x = _embedded(params, tokens)
         for i in range(params["layers"]["q"].shape[0]):
-            x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]))
+            x = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]))
         return x
 
     return forward
@@ -148,6 +150,10 @@ def _grouped_queries(q, k, v):
     return jnp.einsum("bghqk,bkgd->bqghd", shares, v).reshape(q.shape)
 
 
+def _repeated_keys(q, k, v):
+    return _attention(q, *(jnp.repeat(x, HEADS // x.shape[2], axis=2) for x in (k, v)))
+
+
 def _sliding_window(q, k, v):
     t = q.shape[1]
     gap = jnp.arange(t)[:, None] - jnp.arange(t)[None]
@@ -157,6 +163,23 @@ def _sliding_window(q, k, v):
     alibi = -slopes[:, None, None] * jnp.abs(gap)[None].astype(q.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + (bias[None] + alibi)[None]
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def _chunked_windows(q, k, v):
+    """Blocks of three positions see themselves and the block before: reshapes and rolls."""
+
+    def blocks(x):
+        return x.reshape(x.shape[0], -1, 3, *x.shape[2:])
+
+    q, k, v = blocks(q), blocks(k), blocks(v)
+    k, v = (jnp.concatenate([jnp.roll(x, 1, axis=1), x], axis=2) for x in (k, v))
+    scores = jnp.einsum("bnqhd,bnkhd->bnhqk", q, k)
+    at = jnp.arange(q.shape[1])
+    seen = jnp.arange(6)[None] <= jnp.arange(3)[:, None] + 3
+    seen = seen[None] & ((at[:, None, None] > 0) | (jnp.arange(6) >= 3)[None, None])
+    shares = jax.nn.softmax(jnp.where(seen[None, :, None], scores, -1e9))
+    out = jnp.einsum("bnhqk,bnkhd->bnqhd", shares, v)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
 def _streaming(q, k, v):
@@ -186,6 +209,14 @@ def _streaming(q, k, v):
     return out / total[..., None]
 
 
+def _linear(q, k, v):
+    """Linear attention: cumulative sums over positions."""
+    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    states = jnp.cumsum(jnp.einsum("bkhd,bkhe->bkhde", k, v), axis=1)
+    sizes = jnp.cumsum(k, axis=1)
+    return jnp.einsum("bqhd,bqhde->bqhe", q, states) / (q * sizes).sum(-1, keepdims=True)
+
+
 def _jax_nn(**options):
     def attend(q, k, v):
         given = {name: value(q) if callable(value) else value for name, value in options.items()}
@@ -194,19 +225,43 @@ def _jax_nn(**options):
     return attend
 
 
+def _lengths(q):
+    return jnp.arange(q.shape[0], dtype=jnp.int32) % LENGTH + 1
+
+
 _FORWARDS = [
     ("transformer_scanned", _scanned, HEADS),
+    ("transformer_scanned_without_remat", lambda: _scanned(remat=False), HEADS),
     (
         "transformer_scanned_saving_products",
         lambda: _scanned(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
         HEADS,
     ),
     ("transformer_unrolled", _unrolled, HEADS),
+    ("transformer_unrolled_with_remat", lambda: _unrolled(remat=True), HEADS),
     ("rope", lambda: _scanned(_with(_rope)), HEADS),
     ("grouped_queries", lambda: _scanned(_with(_grouped_queries, 2)), 2),
+    ("grouped_queries_repeated", lambda: _scanned(_with(_repeated_keys, 2)), 2),
     ("sliding_window_and_alibi", lambda: _scanned(_with(_sliding_window)), HEADS),
+    ("chunked_windows", lambda: _scanned(_with(_chunked_windows)), HEADS),
     ("streaming_attention", lambda: _scanned(_with(_streaming)), HEADS),
+    ("linear_attention", lambda: _scanned(_with(_linear)), HEADS),
     ("jax_nn_attention", lambda: _scanned(_with(_jax_nn(is_causal=True))), HEADS),
+    (
+        "jax_nn_attention_grouped",
+        lambda: _scanned(_with(_jax_nn(is_causal=True, scale=0.3), 2)),
+        2,
+    ),
+    (
+        "jax_nn_attention_local_window",
+        lambda: _scanned(_with(_jax_nn(is_causal=True, local_window_size=(2, 0)))),
+        HEADS,
+    ),
+    (
+        "jax_nn_attention_lengths",
+        lambda: _scanned(_with(_jax_nn(key_value_seq_lengths=_lengths))),
+        HEADS,
+    ),
     (
         "jax_nn_attention_bias_and_mask",
         lambda: _scanned(

@@ -5,9 +5,10 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from ._script import NUM_STEPS, images, script
+from ._script import BATCH_SIZE, NUM_STEPS, adam, images, script
 
 
 @script()
@@ -52,3 +53,56 @@ def haiku_classifier(jit):
         loss, key, params, opt_state, state = update(params, state, opt_state, key, batch)
         log.append({"loss": loss, "accuracy": evaluate(params, state, test)})
     return params, state, opt_state, key, log
+
+
+@script()
+def wgan_two_steps(jit):
+    """Two jitted steps with a state each: what one trains is a plain argument of the other."""
+    gen: Any = hk.without_apply_rng(
+        hk.transform(lambda z: hk.nets.MLP([32, 16], activation=jnp.tanh)(z))
+    )
+    critic: Any = hk.without_apply_rng(
+        hk.transform(lambda x: hk.nets.MLP([32, 1], activation=jnp.tanh)(x))
+    )
+    tx_gen, tx_critic = adam(1e-2), optax.rmsprop(5e-3, eps=1e-3)
+
+    @jit
+    def critic_step(critic_params, critic_opt, gen_params, key, real):
+        z_key, eps_key = jax.random.split(key)
+        fake = gen.apply(gen_params, jax.random.normal(z_key, (len(real), 8)))
+        eps = jax.random.uniform(eps_key, (len(real), 1))
+        mixed = eps * real + (1 - eps) * fake
+
+        def loss_fn(params):
+            one = lambda x: critic.apply(params, x[None])[0, 0]  # noqa: E731
+            slopes = jnp.linalg.norm(jax.vmap(jax.grad(one))(mixed), axis=-1)
+            distance = critic.apply(params, fake).mean() - critic.apply(params, real).mean()
+            return distance + 10.0 * jnp.mean((slopes - 1) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(critic_params)
+        updates, critic_opt = tx_critic.update(grads, critic_opt)
+        return optax.apply_updates(critic_params, updates), critic_opt, loss
+
+    @jit
+    def generator_step(gen_params, gen_opt, critic_params, z):
+        def loss_fn(params):
+            return -critic.apply(critic_params, gen.apply(params, z)).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(gen_params)
+        updates, gen_opt = tx_gen.update(grads, gen_opt)
+        return optax.apply_updates(gen_params, updates), gen_opt, loss
+
+    data = np.random.default_rng(1).normal(size=(2 * NUM_STEPS, BATCH_SIZE, 16)).astype(np.float32)
+    keys = hk.PRNGSequence(3)
+    gen_params = gen.init(next(keys), jnp.ones((1, 8)))
+    critic_params = critic.init(next(keys), data[0])
+    gen_opt, critic_opt, log = tx_gen.init(gen_params), tx_critic.init(critic_params), []
+    for i in range(NUM_STEPS):
+        for real in data[2 * i : 2 * i + 2]:
+            critic_params, critic_opt, critic_loss = critic_step(
+                critic_params, critic_opt, gen_params, next(keys), real
+            )
+        z = jax.random.normal(next(keys), (BATCH_SIZE, 8))
+        gen_params, gen_opt, gen_loss = generator_step(gen_params, gen_opt, critic_params, z)
+        log.append((critic_loss, gen_loss))
+    return gen_params, gen_opt, critic_params, critic_opt, log

@@ -1,18 +1,23 @@
 """Whole programs with Flax Linen."""
 
 import dataclasses
+import functools
+import io
 import tempfile
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from flax import serialization
 from flax.training import train_state
 
-from ._script import BATCH_SIZE, NUM_STEPS, adam, script, tokens
+from ._script import BATCH_SIZE, NUM_STEPS, adam, images, script, tokens
 
 TrainState: Any = train_state.TrainState
 
@@ -105,6 +110,70 @@ def nanodo_trainer(jit):
 
 
 @script()
+def big_vision(jit):
+    """`update_fn(params, opt, rng, batch)`: a key that comes back, measurements, a checkpoint by NumPy."""
+
+    class Mixer(nn.Module):
+        @nn.compact
+        def __call__(self, image, train=False):
+            x = nn.Conv(16, (2, 2), strides=(2, 2), name="stem")(image)
+            x = x.reshape(len(x), -1, 16)
+            y = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x).swapaxes(1, 2)))
+            x = x + nn.Dense(x.shape[1], use_bias=False)(y).swapaxes(1, 2)
+            x = nn.Dropout(0.1)(nn.LayerNorm()(x).mean(1), deterministic=not train)
+            return nn.Dense(10, name="head", kernel_init=nn.initializers.zeros)(x)
+
+    model: Any = Mixer()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(eps=1e-3))
+    schedule = optax.linear_schedule(1e-2, 0.0, 10)
+    tx = optax.chain(tx, optax.scale_by_schedule(schedule), optax.scale(-1.0))
+
+    @functools.partial(jit, donate_argnums=(0, 1))
+    def update_fn(params, opt, rng, batch):
+        measurements = {}
+        rng, rng_mixup, rng_model = jax.random.split(rng, 3)
+        mix = jax.random.beta(rng_mixup, 0.5, 0.5)
+        image = mix * batch["image"] + (1 - mix) * jnp.roll(batch["image"], 1, axis=0)
+        hot = jax.nn.one_hot(batch["label"], 10)
+        labels = mix * hot + (1 - mix) * jnp.roll(hot, 1, axis=0)
+
+        def loss_fn(params):
+            logits = model.apply({"params": params}, image, train=True, rngs={"dropout": rng_model})
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels).sum(-1))
+
+        l, grads = jax.value_and_grad(loss_fn)(params)  # noqa: E741
+        updates, opt = tx.update(grads, opt, params)
+        params = optax.apply_updates(params, updates)
+        gs = jax.tree.leaves(grads)
+        measurements["l2_grads"] = jnp.sqrt(sum([jnp.vdot(g, g) for g in gs]))
+        ps = jax.tree.leaves(params)
+        measurements["l2_params"] = jnp.sqrt(sum([jnp.vdot(p, p) for p in ps]))
+        us = jax.tree.leaves(updates)
+        measurements["l2_updates"] = jnp.sqrt(sum([jnp.vdot(u, u) for u in us]))
+        return params, opt, rng, l, measurements
+
+    @jax.jit
+    def predict_fn(params, image):
+        return jax.nn.sigmoid(model.apply({"params": params}, image))
+
+    rng, rng_init = jax.random.split(jax.random.PRNGKey(0))
+    *train, val = images(NUM_STEPS + 1)
+    params = jax.jit(model.init)(rng_init, train[0]["image"])["params"]
+    opt = tx.init(params)
+    rng, rng_loop = jax.random.split(rng)
+    log: list[Any] = []
+    for step, batch in enumerate(train):
+        params, opt, rng_loop, loss_value, measurements = update_fn(params, opt, rng_loop, batch)
+        log.append({"training_loss": float(loss_value), "global_schedule": schedule(step)})
+        log[-1] |= measurements
+    file = io.BytesIO()
+    checkpoint = {"params": params, "opt": serialization.to_state_dict(opt), "step": step}
+    np.savez(file, **flax.traverse_util.flatten_dict(jax.tree.map(np.asarray, checkpoint), sep="/"))
+    file.seek(0)
+    return params, opt, rng_loop, log, dict(np.load(file)), predict_fn(params, val["image"])
+
+
+@script()
 def stateful_lstm(jit):
     """Truncated backpropagation: hidden states of rows go in and come out, beside the state; no shuffling."""
 
@@ -136,3 +205,59 @@ def stateful_lstm(jit):
         state, carry, loss = train_step(state, carry, inputs, targets)
         losses.append(float(loss))
     return state, carry, losses
+
+
+@script()
+def lora_partial(jit):
+    """`functools.partial(step, config, model)`; a frozen base and adapters in one tree."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rank: int = 4
+        lr: float = 1e-2
+        z_loss: float = 1e-3
+
+    def init_lora(key, params, rank):
+        flat = flax.traverse_util.flatten_dict(params)
+        chosen = {path: w for path, w in flat.items() if path[-1] == "kernel" and w.ndim == 2}
+        keys = jax.random.split(key, len(chosen))
+        return {
+            "/".join(path): {
+                "a": 0.1 * jax.random.normal(k, (w.shape[0], rank)),
+                "b": jnp.zeros((rank, w.shape[1])),
+            }
+            for k, (path, w) in zip(keys, chosen.items(), strict=True)
+        }
+
+    def merged(params):
+        flat = flax.traverse_util.flatten_dict(params["base"], sep="/")
+        for path, ab in params["lora"].items():
+            flat[path] = flat[path] + ab["a"] @ ab["b"]
+        return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+    def train_step(config, model, tx, state, batch):
+        def loss_fn(params):
+            logits = model.apply({"params": merged(params)}, batch["input_ids"])
+            z = jax.nn.logsumexp(logits, axis=-1)
+            mask = batch["attention_mask"]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+            return jnp.sum((losses + config.z_loss * z**2) * mask) / jnp.sum(mask)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return state, {"loss": loss, "step": state["step"]}
+
+    config, model, data = Config(), Decoder(), tokens()
+    base = model.init(jax.random.key(0), data[0, :, :-1])["params"]
+    params = {"base": base, "lora": init_lora(jax.random.key(1), base, config.rank)}
+    transforms = {"base": optax.set_to_zero(), "lora": optax.adamw(config.lr, eps=1e-3)}
+    tx = optax.multi_transform(transforms, {"base": "base", "lora": "lora"})
+    step_fn = jit(functools.partial(train_step, config, model, tx), donate_argnums=(0,))
+    state, log = {"params": params, "opt_state": tx.init(params), "step": 0}, []
+    for ids in data:
+        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "attention_mask": ids[:, 1:] > 3}
+        state, metrics = step_fn(state, batch)
+        log.append(metrics)
+    return state, log, merged(state["params"])

@@ -178,6 +178,46 @@ def neural_ode(jit):
     return state, losses
 
 
+@script(in_specs={"images": jax.P(None, "data"), "labels": jax.P(None, "data")})
+def scanned_epoch(jit):
+    """An epoch in one call: a scan over batches that were stacked, with their order drawn inside."""
+    tx = optax.sgd(0.05, momentum=0.9)
+
+    @jit
+    def train_epoch(state, rng, images, labels):
+        def train_step(state, batch):
+            params, opt_state = state
+            x, y = batch
+
+            def loss_fn(params):
+                logits = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"]
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+                return losses.mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            updates, opt_state = tx.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        order = jax.random.permutation(rng, len(images))
+        state, losses = jax.lax.scan(train_step, state, (images[order], labels[order]))
+        return state, losses
+
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(4, BATCH_SIZE, 24)).astype(np.float32)
+    labels = rng.integers(0, 10, (4, BATCH_SIZE))
+    key, first, last = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w1": 0.2 * jax.random.normal(first, (24, 16)),
+        "b1": jnp.zeros(16),
+        "w2": 0.2 * jax.random.normal(last, (16, 10)),
+    }
+    state, epochs = (params, tx.init(params)), []
+    for epoch in range(NUM_STEPS):
+        state, losses = train_epoch(state, jax.random.fold_in(key, epoch), images, labels)
+        epochs.append((losses, losses.mean()))
+    return state, epochs
+
+
 @script()
 def vmapped_ensemble(jit):
     """`jit(vmap(step))`: each member has parameters and a rate of its own; all see the same batch."""

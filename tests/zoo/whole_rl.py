@@ -3,13 +3,14 @@
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
 
-from ._script import NUM_STEPS, script
+from ._script import BATCH_SIZE, NUM_STEPS, adam, script
 
 TrainState: Any = train_state.TrainState
 
@@ -123,3 +124,181 @@ def purejaxrl_ppo(jit):
         runner_state, metrics = update_step(runner_state)
         log.append(metrics)
     return runner_state, log
+
+
+@script()
+def cleanrl_dqn(jit):
+    """The state returned last, behind rows; a replay buffer in NumPy; a target network."""
+
+    class QNetwork(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.silu(nn.Dense(32)(nn.silu(nn.Dense(32)(x)))))
+
+    class QState(TrainState):  # type: ignore[misc]
+        target_params: Any
+
+    class ReplayBuffer:
+        def __init__(self, size, rng):
+            self.rng, self.size, self.num = rng, size, 0
+            self.obs = np.zeros((size, 2, 4), np.float32)
+            self.actions, self.rewards = np.zeros((size, 1), np.int32), np.zeros(size, np.float32)
+            self.dones = np.zeros(size, bool)
+
+        def add(self, obs, next_obs, action, reward, done):
+            i = self.num % self.size
+            self.obs[i], self.actions[i] = (obs, next_obs), action
+            self.rewards[i], self.dones[i] = reward, done
+            self.num += 1
+
+        def sample(self, num):
+            i = self.rng.integers(0, min(self.num, self.size), num)
+            return self.obs[i, 0], self.actions[i], self.obs[i, 1], self.rewards[i], self.dones[i]
+
+    q_network: Any = QNetwork()
+    rng = np.random.default_rng(0)
+    q_network_apply = jax.jit(q_network.apply)
+    params = q_network.init(jax.random.PRNGKey(0), np.zeros((1, 4), np.float32))
+    q_state = QState.create(
+        apply_fn=q_network.apply, params=params, tx=adam(),
+        target_params=q_network.init(jax.random.PRNGKey(1), np.zeros((1, 4), np.float32)),
+    )  # fmt: skip
+
+    @jit
+    def update(q_state, observations, actions, next_observations, rewards, dones):
+        q_next = q_network.apply(q_state.target_params, next_observations).max(axis=-1)
+        targets = rewards + (1 - dones) * 0.99 * q_next
+
+        def mse_loss(params):
+            q_pred = q_network.apply(params, observations)
+            q_pred = q_pred[jnp.arange(q_pred.shape[0]), actions.squeeze()]
+            return ((q_pred - targets) ** 2).mean(), q_pred
+
+        (loss_value, q_pred), grads = jax.value_and_grad(mse_loss, has_aux=True)(q_state.params)
+        q_state = q_state.apply_gradients(grads=grads)
+        return loss_value, q_pred, q_state
+
+    buffer, log = ReplayBuffer(64, rng), []
+    obs = rng.normal(size=4).astype(np.float32)
+    for global_step in range(80):
+        epsilon = max(0.1, 1 - global_step / 40)
+        if rng.random() < epsilon:
+            action = int(rng.integers(3))
+        else:
+            action = int(q_network_apply(q_state.params, obs[None]).argmax())
+        next_obs = np.roll(obs, action) * np.float32(0.9)
+        buffer.add(obs, next_obs, action, next_obs.sum(), global_step % 10 == 9)
+        obs = rng.normal(size=4).astype(np.float32) if global_step % 10 == 9 else next_obs
+        if global_step >= 40 and global_step % 10 == 0:
+            loss, q_values, q_state = update(q_state, *buffer.sample(BATCH_SIZE))
+            log.append({"loss": float(loss), "q_values": q_values.mean().item()})
+        if global_step % 20 == 0:
+            q_state = q_state.replace(
+                target_params=optax.incremental_update(q_state.params, q_state.target_params, 0.5)
+            )
+    return q_state, log
+
+
+@script()
+def jaxrl_agent(jit):
+    """`agent, info = agent.update(batch)`: a jitted method of a dataclass, which is itself the state."""
+
+    class Critic(nn.Module):
+        @nn.compact
+        def __call__(self, observations, actions):
+            x = jnp.concatenate([observations, actions], -1)
+            return nn.Dense(1)(nn.gelu(nn.Dense(32)(x))).squeeze(-1)
+
+    class Policy(nn.Module):
+        @nn.compact
+        def __call__(self, observations):
+            x = nn.gelu(nn.Dense(32)(observations))
+            return jnp.tanh(nn.Dense(2)(x)), nn.Dense(2)(x)
+
+    def pair(*args):
+        """Two critics, their parameters stacked."""
+        return nn.vmap(
+            Critic,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=None,
+            axis_size=2,
+        )(*args)
+
+    @flax.struct.dataclass
+    class Agent:
+        rng: jax.Array
+        actor: TrainState
+        critic: TrainState
+        target: Any
+        log_alpha: TrainState
+        discount: float = flax.struct.field(pytree_node=False)
+
+        def sample(self, params, rng, observations):
+            mean, log_std = self.actor.apply_fn(params, observations)
+            noise = jax.random.normal(rng, mean.shape)
+            log_prob = jax.scipy.stats.norm.logpdf(noise) - log_std
+            return mean + jnp.exp(log_std) * noise, log_prob.sum(-1)
+
+        @jit
+        def update(self, batch):
+            rng, next_rng, actor_rng = jax.random.split(self.rng, 3)
+            alpha = jnp.exp(self.log_alpha.params["value"])
+            actions, log_prob = self.sample(self.actor.params, next_rng, batch["next_observations"])
+            next_q = self.critic.apply_fn(self.target, batch["next_observations"], actions).min(0)
+            target_q = batch["rewards"] + self.discount * batch["masks"] * (
+                next_q - alpha * log_prob
+            )
+
+            def critic_loss(params):
+                q = self.critic.apply_fn(params, batch["observations"], batch["actions"])
+                return ((q - target_q) ** 2).sum(0).mean()
+
+            value, grads = jax.value_and_grad(critic_loss)(self.critic.params)
+            critic = self.critic.apply_gradients(grads=grads)
+
+            def actor_loss(params):
+                actions, log_prob = self.sample(params, actor_rng, batch["observations"])
+                q = critic.apply_fn(critic.params, batch["observations"], actions).min(0)
+                return (alpha * log_prob - q).mean(), -log_prob.mean()
+
+            grads, entropy = jax.grad(actor_loss, has_aux=True)(self.actor.params)
+            actor = self.actor.apply_gradients(grads=grads)
+            grads = jax.grad(lambda p: jnp.exp(p["value"]) * (entropy + 2.0))(self.log_alpha.params)
+            log_alpha = self.log_alpha.apply_gradients(grads=grads)
+            target = optax.incremental_update(critic.params, self.target, 0.1)
+            agent = self.replace(  # type: ignore[attr-defined]
+                rng=rng, actor=actor, critic=critic, target=target, log_alpha=log_alpha
+            )
+            return agent, {"critic_loss": value, "entropy": entropy, "alpha": alpha}
+
+    def batches():
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.normal(size=(BATCH_SIZE, *shape)).astype(np.float32)  # noqa: E731
+        for _ in range(NUM_STEPS):
+            yield {
+                "observations": normal(6),
+                "actions": np.tanh(normal(2)),
+                "rewards": normal(),
+                "masks": np.float32(rng.random(BATCH_SIZE) < 0.9),
+                "next_observations": normal(6),
+            }
+
+    rng, actor_rng, critic_rng = jax.random.split(jax.random.PRNGKey(42), 3)
+    observations, actions = np.zeros((1, 6), np.float32), np.zeros((1, 2), np.float32)
+    policy, critics = Policy(), pair()
+    critic_params = critics.init(critic_rng, observations, actions)
+    create = TrainState.create
+    agent: Any = Agent(
+        rng,
+        create(apply_fn=policy.apply, params=policy.init(actor_rng, observations), tx=adam()),
+        create(apply_fn=critics.apply, params=critic_params, tx=adam()),
+        jax.tree.map(jnp.copy, critic_params),
+        create(apply_fn=None, params={"value": jnp.zeros(())}, tx=adam()),
+        discount=0.99,
+    )
+    infos = []
+    for batch in batches():
+        agent, info = agent.update(batch)
+        infos.append({f"training/{k}": v for k, v in info.items()})
+    return agent, infos
