@@ -118,9 +118,10 @@ def check_same_bits(
     assert seen.kept == [a and not b for a, b in zip(begin, undone, strict=True)]
 
 
-RUNS = [("momentum", "alternates"), ("clips and skips", "not finite")] + [
+RUNS = [("adamw", "random"), ("clips and skips", "not finite")] + [
     pytest.param(name, pattern, marks=pytest.mark.slow)
     for name in ("adamw", "masters", "skips") for pattern in PATTERNS
+    if (name, pattern) != ("adamw", "random")
 ]  # fmt: skip
 
 
@@ -234,7 +235,7 @@ def test_parameters_in_pinned_memory_are_lost_by_name(what: str, in_pinned_memor
 
 def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     """As a signal's handler may call it with another state, when early tiles have begun."""
-    tx = OPTIMIZERS["momentum"]
+    tx = OPTIMIZERS["adamw"]
     train_step = step_of(True, tx, 2, tmp_path)
     other, state = (train_step.shard(new_state(True, LAYERS, tx), batch(0)) for _ in range(2))
     for i in range(2):
@@ -258,7 +259,7 @@ def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     """A state that it shards would be written through them, and steps came out with wrong bits."""
-    tx, scales = OPTIMIZERS["momentum"], [SMALL] * 3
+    tx, scales = OPTIMIZERS["adamw"], [SMALL] * 3
     train_step = step_of(True, tx, 2, tmp_path)
     expected, _ = trained(train_step, True, tx, scales)
     _, state = trained(train_step, True, tx, scales[:2])

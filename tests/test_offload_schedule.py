@@ -62,7 +62,7 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     """As the trace of what it dispatches says, which nobody made from the list."""
     found = test_dispatches.dispatches(scan, name)
     schedule = schedule_of(scan, **test_dispatches.OFFLOAD[name])
-    started = collections.Counter(step.part.name for step in found.steps if step.part is not None)
+    started = collections.Counter(step.program.name for step in found.steps if step.program)
     runs = collections.Counter[str]()
     for op, num, _ in done(schedule, Run):
         runs[op.program] += num
