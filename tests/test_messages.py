@@ -595,6 +595,7 @@ OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
             for axes in ({"a": -2, "b": -4}, {"a": 8.0}, "a")
         ),
         ({"memory_fraction": 1.5}, "memory_fraction=1.5. It is a share"),
+        ({"memory_fraction": True}, "memory_fraction=True. It is a share"),
         (
             {"compiler_options": ["a"]},
             "It maps names of XLA flags to their values. Write compiler_opt",

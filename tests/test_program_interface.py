@@ -174,8 +174,8 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     for _ in range(3):
         state, metrics = offloaded(state, BATCH)
         wanted, wanted_metrics = plain(wanted, BATCH)
-    # Sums in float32 are rounded to the gradient's dtype before they cross. Where microbatches are added up in
-    # bfloat16, a last bit of a float32 sum decides to which of two numbers it is rounded.
+    # Sums in float32 are rounded to the gradient's dtype before they cross. Where microbatches are added up
+    # in bfloat16, a last bit of a float32 sum decides to which of two numbers it is rounded.
     is_rounded = BF16 in (dtype, options.get("accumulate_dtype"))
     rtol, atol = (0.02, 2e-3) if is_rounded else (2e-5, 1e-7)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -107,7 +108,8 @@ def preflight(
       MeshError: `axes` do not make up the devices, or cannot be guessed; bandwidths of other axes.
       ImportError: `jzero[preflight]` is not installed.
     """
-    if not (isinstance(memory_fraction, int | float) and 0 < memory_fraction <= 1):
+    is_number = isinstance(memory_fraction, numbers.Real) and not isinstance(memory_fraction, bool)
+    if not (is_number and 0 < memory_fraction <= 1):
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip

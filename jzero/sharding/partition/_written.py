@@ -27,7 +27,6 @@ from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-_SCATTERS = ("reduce_scatter", "psum_scatter")
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
 
@@ -75,7 +74,7 @@ def _collective(
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
     atoms, time = [*map(frame.replica, ins)], frame.over_time.intersection(axes)
-    if time and name in _SCATTERS and not grouped:
+    if time and name == "reduce_scatter" and not grouped:
         return [frame.value(_scattered(frame, eqn, axes, atoms[0]), frozenset(axes))]
     if time and (grouped or op is None and name not in GATHERS):
         raise cannot_in_time(
