@@ -116,7 +116,7 @@ def test_what_to_install_where_nothing_compiles():
 
 def test_what_the_step_raises_has_its_line():
     gpu_compiler.skip_without_it()
-    assert "the step of train:bug() raises NameError in line 18 of " in refused("train:bug")
+    assert "the step of train:bug() raises NameError in line 17 of " in refused("train:bug")
 
 
 def test_what_preflight_prints():

@@ -225,6 +225,7 @@ def key_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 ELEMENTWISE = {
     "exp": Case(jnp.exp, "abc"),
+    "log2": Case(jnp.log2, "+:ab"),
     "min, sqrt": Case(lambda x, y: (lax.min(x, y), lax.sqrt(y)), "ab +:ab"),
     "mul_p, dims of size 1": Case(lambda x, y: lax.mul_p.bind(x, y), "a1c abc"),
     "where": Case(jnp.where, "?:abc abc abc"),
