@@ -136,7 +136,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow(but=[3, 9, 14, 23, 41, 45, 46, 53, 57])
+@pytest.mark.slow(but=[3, 9, 14, 23, 41, 45, 46, 53, 57, 61])
 @pytest.mark.parametrize(("precision", "sizes", "options"), CASES, ids=str)
 def test_an_estimate_is_what_describe_says(precision, sizes, options):
     options = {"microbatches": 1, **options}
