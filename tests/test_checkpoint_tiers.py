@@ -3,6 +3,8 @@
 import functools
 import itertools
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import jzero
 import small
 import zoo
+from jzero.checkpoint._writing import Writing
 from test_offload_params import CLIPPED, batch, make_step, new_state
 
 LAYERS = 2
@@ -106,3 +109,26 @@ def test_training_goes_on_in_another_tier(source, target, before, after, saved, 
     went_on = zoo.to_host(train_step(restored, batch(1)))
     small.assert_same(went_on, zoo.to_host(train_step(placed, batch(1))))
     zoo.assert_trees_close(went_on, (expected, metrics), zoo.FP32, "the step after")
+
+
+@pytest.mark.parametrize("source", [("on the host", "on devices"), ("pinned", "pinned")], ids=named)
+def test_the_next_step_changes_nothing_of_what_is_still_written(source, tmp_path, monkeypatch):
+    stepped, write = threading.Event(), Writing.write
+
+    def late(self: Writing, copied: Callable[[], Any]) -> None:
+        def waits() -> None:
+            copied()
+            assert stepped.wait(60)
+
+        write(self, waits)
+
+    monkeypatch.setattr(Writing, "write", late)
+    train_step, _ = steps(source, 8)
+    state, _ = train_step(train_step.init(make), batch(0))
+    expected = zoo.to_host(state)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        assert checkpointer.save(1, state)
+        jax.block_until_ready(train_step(state, batch(1)))
+        stepped.set()
+    restored = jzero.restore(tmp_path / "1", train_step, jax.eval_shape(make))
+    small.assert_same(zoo.to_host(restored), expected)
