@@ -211,3 +211,12 @@ def test_what_is_no_sum_of_its_terms(read):
     found = small.shard_train_step(step, microbatches=2)(w, x)
     for a, b in zip(found, jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "step", [lambda w, x: (w, 3), lambda w, x: (w, x)], ids=["constant", "batch"]
+)
+def test_a_step_without_operations(step):
+    w, x = jnp.ones((16, 4)), jnp.arange(64.0).reshape(16, 4)
+    found = small.shard_train_step(step, microbatches=2)(w, x)
+    small.assert_same(jax.device_get(found), jax.device_get(jax.jit(step)(w, x)))

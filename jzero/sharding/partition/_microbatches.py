@@ -69,7 +69,8 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
             rows[var] = _jaxpr.var_like(var.aval, shape), place[0]
     region, by_result = Region(jaxpr, [*program.consts]), dict(program.by_result)
     facts = differing(region, rows, axis)
-    source = _jaxpr.with_scope(jaxpr.eqns[0], MICROBATCHES)
+    # A program without equations writes none.
+    source: Any = _jaxpr.with_scope(jaxpr.eqns[0], MICROBATCHES) if jaxpr.eqns else None
     writer = _LoopsWriter(region, facts, accumulation, by_result, source)
     writer.rows |= rows
     writer.run()
