@@ -67,9 +67,9 @@ def test_optimizers_train_as_on_one_device(name: str):
 
 
 @pytest.mark.parametrize("policy", [jzero.PinnedHost(), jzero.HostCPU(ratio=0.5)], ids=str)
-@pytest.mark.parametrize("moment", [0, 64])
-def test_nothing_to_update_is_said(policy: Any, moment: int):
-    """No moment, or one that no step renews."""
+@pytest.mark.parametrize("shape", [(), (64, 64)], ids=["a scalar", "a moment"])
+def test_nothing_to_update_is_said(policy: Any, shape: tuple[int, ...]):
+    """A scalar, or a moment that no step renews."""
 
     def step_fn(state, x):
         w, m = state
@@ -77,7 +77,7 @@ def test_nothing_to_update_is_said(policy: Any, moment: int):
 
     train_step = small.shard_train_step(step_fn, memory=policy)
     with pytest.raises(jzero.OptionError, match="has no optimizer state that is worth it"):
-        train_step.plan((jnp.ones((64, 64)), jnp.ones((moment, 64))), BATCH)
+        train_step.plan((jnp.ones((64, 64)), jnp.ones(shape)), BATCH)
 
 
 def gradient(w, x):
