@@ -320,7 +320,7 @@ def disagreements(tmp_path_factory):
     ("case", "text"),
     [
         ("stage", "options: stage=3 on processes 0, 2, stage=1 on process 1"),
-        ("option", "options: gather=None on processes 0, 2, gather='keep' on process 1"),
+        ("option", "options: comm=Comm() on processes 0, 2, comm=Comm(gather='keep') on process 1"),
         ("batch_shape", "arguments: x float32[12,12] on processes 0, 2, x float32[6,12]"),
         ("batch_that_one_cannot_read", "call: shard_train_step on processes 0, 2, failed with BatchError"),
         ("state_structure", "state: state['w']  float32[12,12]  parameter"),
