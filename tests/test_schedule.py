@@ -175,3 +175,17 @@ def test_a_fetch_hides_only_within_the_program_of_the_products():
         == pytest.approx(found.from_host_seconds)
         == pytest.approx(seconds)
     )
+
+
+def test_a_collective_in_loops_in_loops_counts_once_for_each_turn():
+    x = spread((512, 512), "data")
+    whole = NamedSharding(jzero.target_mesh(topology="1x8"), P())
+
+    def inner(x, _):
+        return jnp.tanh(x @ jax.lax.with_sharding_constraint(jnp.sin(x), whole)), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, length=3)[0], None
+
+    found = compiled(lambda x: jax.lax.scan(outer, x, None, length=5)[0], x)
+    assert sum(each.times for each in found.collectives if each.op == "all-gather") == 15
