@@ -6,6 +6,7 @@ sources of 0.11.2 and 0.12.0.1.
 """
 # ruff: noqa: F401
 
+import importlib.util
 from typing import Any
 
 from jzero._tested import lacks_of_jax
@@ -39,6 +40,9 @@ except ImportError as error:
 
 # `_types.py` has what jzero reads of their classes.
 core: Any = public
+flattree: Any = None  # 0.11.0; JAX 0.10 has none.
+if importlib.util.find_spec("jax._src.flattree"):
+    flattree = importlib.import_module("jax._src.flattree")
 extended: Any = extended_core
 AxisEnv: Any = internal.AxisEnv  # 0.10.0
 NamedAxisEffect: Any = internal.NamedAxisEffect  # 0.10.2

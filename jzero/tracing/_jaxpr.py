@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from jzero.tracing._internals import (
     core,
     empty2,
     extended,
+    flattree,
     internal_effects,
     internal_source_info,
     name_p,
@@ -139,10 +139,11 @@ def scan_like(
     if "num_carry" in params:
         params |= dict(num_consts=num_consts, num_carry=num_carry)
     else:
-        trees: Any = importlib.import_module("jax._src.flattree")  # 0.11.0; JAX 0.10 has none.
         parts = num_consts, num_carry, len(ins) - num_consts - num_carry
-        params["ft_in"] = trees.pack(tuple(map(trees.nones, parts)))
-        params["ft_out"] = trees.pack(tuple(map(trees.nones, (num_carry, len(outs) - num_carry))))
+        params["ft_in"] = flattree.pack(tuple(map(flattree.nones, parts)))
+        params["ft_out"] = flattree.pack(
+            tuple(map(flattree.nones, (num_carry, len(outs) - num_carry)))
+        )
     return eqn.replace(invars=list(ins), outvars=list(outs), params=params, effects=effects)
 
 
