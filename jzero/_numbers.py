@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from jzero._quantities import (
     COUNT_RULE,
     FLOPS_RULE,
     RATE_RULE,
+    is_number,
     parse_count,
     parse_flops,
     parse_rate,
@@ -139,5 +139,4 @@ def _parse(
 
 
 def _is_bytes(x: Any) -> bool:
-    is_number = isinstance(x, numbers.Real) and not isinstance(x, bool)
-    return is_number and math.isfinite(x) and x >= 0
+    return is_number(x) and math.isfinite(x) and x >= 0

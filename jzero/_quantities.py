@@ -6,6 +6,7 @@ from __future__ import annotations
 import numbers
 import re
 from fractions import Fraction
+from typing import TypeGuard
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -116,9 +117,14 @@ def _three_digits(num: float) -> str:
     return text.rstrip("0").rstrip(".") if places else text
 
 
+def is_number(x: object) -> TypeGuard[float]:
+    """Whether it is a real number, NumPy's included, and no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
 def _parse(value: object, units: dict[str, int]) -> int | None:
     number: float | Fraction = 0
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # also NumPy's
+    if is_number(value):
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
     elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
         sizes = {unit.lower(): size for unit, size in units.items()}

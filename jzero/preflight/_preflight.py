@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 
 from jzero._errors import BatchError, MeshError, OptionError, a_type, message
 from jzero._memory_kinds import NVME, PINNED
-from jzero._quantities import readable_bytes, readable_seconds
+from jzero._quantities import is_number, readable_bytes, readable_seconds
 from jzero._sharded_step import ShardedStep
 from jzero.preflight import _targets
 from jzero.preflight._dispatches import Dispatches, read_dispatches
@@ -108,8 +107,7 @@ def preflight(
       MeshError: `axes` do not make up the devices, or cannot be guessed; bandwidths of other axes.
       ImportError: `jzero[preflight]` is not installed.
     """
-    is_number = isinstance(memory_fraction, numbers.Real) and not isinstance(memory_fraction, bool)
-    if not (is_number and 0 < memory_fraction <= 1):
+    if not (is_number(memory_fraction) and 0 < memory_fraction <= 1):
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip
