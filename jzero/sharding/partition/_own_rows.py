@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jzero.ir._regions import Region
+from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -49,9 +50,9 @@ def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
     )
     if found is None:
         return [eqn]
-    before, behind = list[Eqn](), list[Eqn]()
+    writer, out = JaxprWriter(eqn), eqn.outvars[0]
     if found.times > 1:
-        before, eqn, columns, behind = _with_rows_apart(eqn, columns, found, names)
+        eqn, columns = _with_rows_apart(writer, eqn, columns, found, names)
     numbers = eqn.params["dimension_numbers"]
     map_, gone, of_operand, of_indices = (list(getattr(numbers, name)) for name in names[:4])
     map_.remove(found.operand)
@@ -60,52 +61,45 @@ def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
     dims = [map_, gone, [a for a, _ in pairs], [b for _, b in pairs]]
     new = numbers._replace(**dict(zip(names[:4], map(tuple, dims), strict=True)))
     params = eqn.params | {"dimension_numbers": new, "indices_are_sorted": False}
-    rest = [x for i, x in enumerate(columns) if i != found.column]
-    operand, _, *others = eqn.invars
-    if len(rest) == 1:
-        return [*before, eqn.replace(invars=[operand, rest[0], *others], params=params), *behind]
-    shape = (*rest[0].aval.shape[:-1], len(rest))
-    joined = _jaxpr.var_like(eqn.invars[1].aval, shape)
-    joins = _jaxpr.equation(
-        jax.lax.concatenate_p, rest, [joined], eqn, dimension=len(shape) - 1
-    )  # fmt: skip
-    own = eqn.replace(invars=[operand, joined, *others], params=params)
-    return [*before, joins, own, *behind]
+    indices, *others = [x for i, x in enumerate(columns) if i != found.column]
+    if others:
+        shape = (*indices.aval.shape[:-1], 1 + len(others))
+        joined = _jaxpr.var_like(eqn.invars[1].aval, shape)
+        (indices,) = writer.add(
+            jax.lax.concatenate_p, [indices, *others], [joined], dimension=len(shape) - 1
+        )
+    operand, _, *updates = eqn.invars
+    writer.eqns.append(eqn.replace(invars=[operand, indices, *updates], params=params))
+    if eqn.outvars[0] is not out:
+        writer.reshape(eqn.outvars[0], out.aval.shape, out)
+    return writer.eqns
 
 
 def _with_rows_apart(
-    eqn: Eqn, columns: Sequence[Atom], found: _OwnColumn, names: Sequence[str]
-) -> tuple[list[Eqn], Eqn, list[Atom], list[Eqn]]:
-    """The equation with dims `[rows, times]` in place of the one that counts each row several times.
+    writer: JaxprWriter, eqn: Eqn, columns: Sequence[Atom], found: _OwnColumn, names: Sequence[str]
+) -> tuple[Eqn, list[Atom]]:
+    """The equation and its columns, with dims `[rows, times]` for the one that counts rows several times.
 
-    Returns:
-      what reshapes its columns and updates, the equation, its columns, and what reshapes its result.
+    Writes reshapes of columns and updates; the result of a gather is still to be reshaped.
     """
     numbers, dim, num = eqn.params["dimension_numbers"], found.indices, found.num
     of_indices, windows = (getattr(numbers, name) for name in names[3:])
     operand, indices, *updates = eqn.invars
-    whole = (updates or eqn.outvars)[0]
-    at = [d for d in range(whole.aval.ndim) if d not in windows][dim]
+    rows = (updates or eqn.outvars)[0]
+    at = [d for d in range(rows.aval.ndim) if d not in windows][dim]
     moved = [k + (k > dim) for k in of_indices], [d + (d > at) for d in windows]
     new = numbers._replace(**dict(zip(names[3:], map(tuple, moved), strict=True)))
-    apart = [_jaxpr.var_like(x.aval, _split(x, dim, num)) for x in columns]
-    part = _jaxpr.var_like(whole.aval, _split(whole, at, num))
-    before = [_reshape(*pair, eqn) for pair in zip(columns, apart, strict=True)]
-    own = eqn.replace(params=eqn.params | {"dimension_numbers": new})
+    apart: list[Atom] = [writer.reshape(x, _split(x, dim, num)) for x in columns]
+    eqn = eqn.replace(params=eqn.params | {"dimension_numbers": new})
     if updates:
-        before.append(_reshape(whole, part, eqn))
-        return before, own.replace(invars=[operand, indices, part]), [*apart], []
-    return before, own.replace(outvars=[part]), [*apart], [_reshape(part, whole, eqn)]
+        part = writer.reshape(rows, _split(rows, at, num))
+        return eqn.replace(invars=[operand, indices, part]), apart
+    return eqn.replace(outvars=[_jaxpr.var_like(rows.aval, _split(rows, at, num))]), apart
 
 
 def _split(x: Atom, dim: int, num: int) -> tuple[int, ...]:
     shape = x.aval.shape
     return (*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
-
-
-def _reshape(x: Atom, out: Any, source: Eqn) -> Eqn:
-    params = {"new_sizes": out.aval.shape, "dimensions": None, "sharding": None}
-    return _jaxpr.equation(jax.lax.reshape_p, [x], [out], source, **params)
 
 
 def _columns(region: Region, eqn: Eqn) -> list[Atom] | None:
