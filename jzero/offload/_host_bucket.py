@@ -123,14 +123,14 @@ class HostBucket:
         if self._cut:
             jaxpr = jax.make_jaxpr(self.update)(self.state_avals(), self.input_avals())
             constants = [*constants, *jaxpr.consts]
-        text = _rewrite.program_key(jaxpr)
-        if constants or text is None:
+        equations = _rewrite.program_key(jaxpr)
+        if constants or equations is None:
             return None
         passed = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
-        # The text does not say which argument is which leaf.
+        # Equations do not say which argument is which leaf.
         place = {var: i for i, var in enumerate(self._known())}
         takes = [place.get(var) for var in self.segment.takes]
-        return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *passed)
+        return (equations, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *passed)
 
     def _known(self) -> list[Var]:
         return [*(self._invars[i] for i in self.leaves), *self.reads]

@@ -205,10 +205,10 @@ class LayerPrograms:
             outvars=[*part.outputs],
             eqns=[*part.eqns],
         )
-        text = _rewrite.program_key(jaxpr)
+        equations = _rewrite.program_key(jaxpr)
         axes = tuple(self._inner.indices.get(var) for var in reads)
         nums = len(part.leaves), len(reads)
-        key = (text, *map(self.form, takes), *map(self.form, part.outputs), nums, axes)
+        key = (equations, *map(self.form, takes), *map(self.form, part.outputs), nums, axes)
 
         def stretch(leaves: Arrays, reads: Arrays, renewed: Arrays) -> tuple[Arrays, jax.Array]:
             env = self._env(takes, [*leaves, *reads, *renewed])
@@ -218,7 +218,7 @@ class LayerPrograms:
         ins = tuple([self.form(v).spec for v in group] for group in (part.leaves, reads, renewed))
         outs = [*map(self.form, part.outputs)], ArrayForm(P())
         own = self._jit(stretch, ins, outs, donate=2)
-        program = own if text is None else self._equal.setdefault(key, own)
+        program = own if equations is None else self._equal.setdefault(key, own)
 
         def run(leaves: Arrays, env: Mapping[Var, Any]) -> tuple[Arrays, jax.Array]:
             return program(leaves, [env[v] for v in reads], [env[v] for v in renewed])
